@@ -1,0 +1,36 @@
+"""Errors about versions, chains and commits.
+
+DeltasyncError
+├── ManifestInvalid       a manifest or catalog that does not parse or contradicts itself (reseed)
+├── ChainError            versions that do not fit together: gap, cycle, wrong parent or base (reseed)
+│   └── ForeignStream     a manifest of another stream (fatal)
+├── CommitUnknown         it is not known whether a commit happened; nothing was forgotten (retry)
+└── Fenced                another publisher has taken the stream over (fatal)
+"""
+
+from chunkstore.errors import Action, DeltasyncError
+
+
+class ManifestInvalid(DeltasyncError):
+    kind = "manifest_invalid"
+    action = Action.RESEED
+
+
+class ChainError(DeltasyncError):
+    kind = "chain"
+    action = Action.RESEED
+
+
+class ForeignStream(ChainError):
+    kind = "foreign_stream"
+    action = Action.FATAL
+
+
+class CommitUnknown(DeltasyncError):
+    kind = "commit_unknown"
+    action = Action.RETRY
+
+
+class Fenced(DeltasyncError):
+    kind = "fenced"
+    action = Action.FATAL

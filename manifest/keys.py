@@ -1,0 +1,44 @@
+"""Where each object of a stream lies (docs/FORMAT.md, "Layout"). Keys are relative to the stream's prefix."""
+
+from typing import Final
+
+STREAM: Final = "stream.msgpack"
+VERSIONS: Final = "versions/"
+ALTERNATES: Final = "alternates/"
+SUBSCRIBERS: Final = "subscribers/"
+CHUNKS: Final = "chunks/"
+
+MAX_VERSION: Final = 10**20 - 1
+
+
+def version_name(version: int) -> str:
+    """20 decimal digits, so that names sort as versions do. Raises ValueError outside 0 … 10²⁰−1."""
+    if not 0 <= version <= MAX_VERSION:
+        raise ValueError(f"version {version} is outside 0 … 10^20 - 1")
+    return f"{version:020d}"
+
+
+def manifest_key(version: int) -> str:
+    return VERSIONS + version_name(version)
+
+
+def alternate_key(version: int) -> str:
+    return f"{ALTERNATES}{version_name(version)}/anchor"
+
+
+def catalog_key(catalog_hash: bytes) -> str:
+    return f"catalog/{catalog_hash.hex()}.msgpack"
+
+
+def chunk_key(version: int, attempt: bytes, writer: int, number: int) -> str:
+    return f"{CHUNKS}{version_name(version)}/{attempt.hex()}/{writer}-{number}.chunk"
+
+
+def status_key(subscriber_id: str) -> str:
+    return f"{SUBSCRIBERS}{subscriber_id}.json"
+
+
+def parse_version_key(key: str) -> int | None:
+    """The version of a `versions/…` key, or None if it is not one."""
+    name = key.removeprefix(VERSIONS)
+    return int(name) if key.startswith(VERSIONS) and len(name) == 20 and name.isascii() and name.isdigit() else None

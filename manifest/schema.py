@@ -1,0 +1,166 @@
+"""The manifest: the record that makes a version exist. msgpack on the wire, validated by pydantic."""
+
+from functools import cached_property
+from typing import Annotated, Final, Literal, Self
+
+import blake3
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from chunkstore.errors import FormatUnsupported, InvalidKey
+from chunkstore.store import check_key
+from manifest.catalog import MAX_TENSORS
+from manifest.errors import ManifestInvalid
+from manifest.keys import CHUNKS, MAX_VERSION
+
+MANIFEST_FORMAT: Final = 1
+MAX_MANIFEST_BYTES: Final = 64 << 20
+MAX_CHUNK_BYTES: Final = 128 << 20
+
+Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
+Id = Annotated[bytes, Field(min_length=16, max_length=16)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Version = Annotated[int, Field(ge=0, le=min(MAX_VERSION, (1 << 63) - 1))]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SectionRef(_Wire):
+    """Part of one tensor inside a chunk: flat element indices `start` ≤ i < `stop` of tensor id `tensor`."""
+
+    tensor: Annotated[int, Field(ge=0, lt=MAX_TENSORS)]
+    start: Count
+    stop: Count
+    whole: bool  # True: every element of the range is stored; False: only changed ones
+    changed: Count  # elements stored
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.start < self.stop or self.changed > self.stop - self.start:
+            raise ValueError(f"section range {self.start}…{self.stop} with {self.changed} elements is impossible")
+        if self.whole and self.changed != self.stop - self.start:
+            raise ValueError("a whole section stores every element of its range")
+        return self
+
+
+class ChunkRef(_Wire):
+    """One chunk object: its key, exact length and blake3, and the sections it holds, in file order."""
+
+    key: str
+    nbytes: Annotated[int, Field(gt=0, le=MAX_CHUNK_BYTES)]
+    hash: Hash
+    sections: list[SectionRef] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _inside_the_stream(self) -> Self:
+        try:
+            check_key(self.key)
+        except InvalidKey as error:
+            raise ValueError(str(error)) from error
+        if not self.key.startswith(CHUNKS):
+            raise ValueError(f"chunk key {self.key!r:.99} is outside {CHUNKS}")
+        return self
+
+
+class Stats(_Wire):
+    """What the publisher measured. Informative only: no reader decides anything by it."""
+
+    elements: Count = 0  # elements of all catalog tensors
+    changed: Count = 0  # elements stored
+    ambiguous: Count = 0  # changed elements whose old value was not certain
+    unproved_blocks: Count = 0  # blocks sent whole because no reconstruction matched their digest
+    bytes_by_encoding: dict[str, Count] = Field(default_factory=dict)
+    sources: dict[str, Count] = Field(default_factory=dict)  # elements watched by each capture source
+    seconds: dict[str, float] = Field(default_factory=dict)  # by phase: capture, seal, encode, upload
+
+
+class Manifest(_Wire):
+    """One committed version. `data` is what is stored; `hash` is its identity.
+
+    kind "anchor": the chunks hold every tensor whole; no base. kind "delta": changes against `base_version`.
+    A delta without chunks is a takeover: same weights, next epoch.
+    `digests`: little-endian uint64 per catalog tensor, in catalog order.
+    """
+
+    format: Literal[1] = MANIFEST_FORMAT
+    stream: Id
+    version: Version
+    kind: Literal["anchor", "delta"]
+    base_version: Version | None
+    base_root: Hash | None
+    root: Hash
+    parent_hash: Hash | None  # of version − 1's manifest; None only at version 0. In an alternate: of the manifest it re-encodes
+    epoch: Count
+    publisher: Id
+    commit_id: Id
+    attempt: Id
+    catalog: Hash
+    train_step: Count | None
+    optimizer_steps: Count  # covered by this version
+    created_at: float  # Unix seconds
+    digests: bytes
+    chunks: list[ChunkRef]
+    stats: Stats
+    signature: bytes | None = None  # room for the signed manifests of a later format revision
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.digests) % 8:
+            raise ValueError("digests are not whole 64-bit integers")
+        if self.kind == "anchor" and (self.base_version is not None or self.base_root is not None):
+            raise ValueError("an anchor has no base")
+        if self.kind == "delta" and (self.base_version is None or self.base_root is None):
+            raise ValueError("a delta names its base version and root")
+        if self.base_version is not None and self.base_version >= self.version:
+            raise ValueError("the base is not older than the version")
+        if (self.parent_hash is None) != (self.version == 0):
+            raise ValueError("version 0, and only version 0, has no parent")
+        if self.kind == "delta" and not self.chunks and self.base_root != self.root:
+            raise ValueError("a delta without chunks changes the root")
+        return self
+
+    @cached_property
+    def data(self) -> bytes:
+        """The wire form."""
+        packed = msgpack.packb(self.model_dump())
+        assert isinstance(packed, bytes)
+        return packed
+
+    @cached_property
+    def hash(self) -> bytes:
+        """blake3 of the wire form, 32 bytes."""
+        return blake3.blake3(self.data).digest()
+
+    @property
+    def digest_array(self) -> npt.NDArray[np.uint64]:
+        """Tensor digests in catalog order."""
+        return np.frombuffer(self.digests, dtype="<u8")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all chunks, in bytes: what a reader has to fetch for this version."""
+        return sum(c.nbytes for c in self.chunks)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, name: str) -> Self:
+        """Parse what is stored under key `name`. Raises ManifestInvalid or FormatUnsupported; executes nothing."""
+        try:
+            raw = msgpack.unpackb(data, strict_map_key=True)
+        except (ValueError, msgpack.exceptions.UnpackException) as error:
+            raise ManifestInvalid(f"manifest {name} is not msgpack: {error}") from error
+        if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] != MANIFEST_FORMAT:
+            raise FormatUnsupported(
+                f"manifest {name} has format {raw['format']}, this release reads {MANIFEST_FORMAT}",
+                hint="upgrade deltasync on this side first: readers before writers",
+            )
+        try:
+            manifest = cls.model_validate(raw)
+        except ValidationError as error:
+            raise ManifestInvalid(f"manifest {name} does not match its schema: {error}") from error
+        if manifest.data != data:
+            raise ManifestInvalid(f"manifest {name} is not in canonical form")
+        return manifest
