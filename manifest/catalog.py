@@ -82,17 +82,27 @@ class Catalog:
         catalog = cls(tuple(sorted(tensors, key=lambda t: t.name)), dict(sorted((aliases or {}).items())))
         problems = catalog._problems()
         if problems:
-            raise ManifestInvalid("catalog is not valid: " + "; ".join(problems[:20]), hint="fix the names listed")
+            raise ManifestInvalid(
+                "catalog is not valid: " + "; ".join(problems[:20]), hint="fix the names listed"
+            )
         return catalog
 
     def _problems(self) -> list[str]:
         names = [t.name for t in self.tensors]
         known = set(names)
         out = [f"{n!r} appears twice" for i, n in enumerate(names[1:]) if names[i] == n]
-        out += [f"{t.name!r} is not printable ASCII of 1 to 512 characters" for t in self.tensors if not _NAME.fullmatch(t.name)]
+        out += [
+            f"{t.name!r} is not printable ASCII of 1 to 512 characters"
+            for t in self.tensors
+            if not _NAME.fullmatch(t.name)
+        ]
         out += [f"{t.name!r} has unknown dtype {t.dtype!r}" for t in self.tensors if t.dtype not in WIDTH]
         out += [f"{t.name!r} is too large: {t.shape}" for t in self.tensors if t.numel >= 1 << 40]
-        out += [f"alias {a!r} of {n!r}, which is not in the catalog" for a, n in self.aliases.items() if n not in known]
+        out += [
+            f"alias {a!r} of {n!r}, which is not in the catalog"
+            for a, n in self.aliases.items()
+            if n not in known
+        ]
         out += [f"alias {a!r} is also a tensor" for a in self.aliases if a in known]
         out += [f"alias {a!r:.99} is not a name" for a in self.aliases if not _NAME.fullmatch(a)]
         return out
@@ -133,20 +143,24 @@ class Catalog:
             raise ManifestInvalid(f"catalog is not msgpack: {error}") from error
         if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] != CATALOG_FORMAT:
             raise FormatUnsupported(
-                f"catalog has format {raw['format']}, this release reads {CATALOG_FORMAT}", hint="upgrade deltasync"
+                f"catalog has format {raw['format']}, this release reads {CATALOG_FORMAT}",
+                hint="upgrade deltasync",
             )
         try:
             wire = _WireCatalog.model_validate(raw)
         except ValidationError as error:
-            raise ManifestInvalid(f"catalog does not match its schema: {error}") from error
+            raise ManifestInvalid(f"catalog does not match its schema: {error!s:.2000}") from error
         catalog = cls.of([TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in wire.tensors], wire.aliases)
         if catalog.data != data:
-            raise ManifestInvalid("catalog is not in canonical form", hint="tensors and aliases are sorted by name")
+            raise ManifestInvalid(
+                "catalog is not in canonical form", hint="tensors and aliases are sorted by name"
+            )
         return catalog
 
 
 def root_digest(catalog: Catalog, digests: npt.NDArray[np.uint64]) -> bytes:
-    """blake3 over name, dtype, shape and digest of every catalog tensor, 32 bytes (docs/FORMAT.md, "Root digest").
+    """blake3 over name, dtype, shape and digest of every catalog tensor, 32 bytes (docs/FORMAT.md, "Root
+    digest").
 
     `digests`: uint64, one per tensor in catalog order.
     """

@@ -30,8 +30,13 @@ def catalog_key(catalog_hash: bytes) -> str:
     return f"catalog/{catalog_hash.hex()}.msgpack"
 
 
+def chunk_prefix(version: int, attempt: bytes) -> str:
+    """What every chunk key of one attempt starts with."""
+    return f"{CHUNKS}{version_name(version)}/{attempt.hex()}/"
+
+
 def chunk_key(version: int, attempt: bytes, writer: int, number: int) -> str:
-    return f"{CHUNKS}{version_name(version)}/{attempt.hex()}/{writer}-{number}.chunk"
+    return f"{chunk_prefix(version, attempt)}{writer}-{number}.chunk"
 
 
 def status_key(subscriber_id: str) -> str:
@@ -41,4 +46,15 @@ def status_key(subscriber_id: str) -> str:
 def parse_version_key(key: str) -> int | None:
     """The version of a `versions/…` key, or None if it is not one."""
     name = key.removeprefix(VERSIONS)
-    return int(name) if key.startswith(VERSIONS) and len(name) == 20 and name.isascii() and name.isdigit() else None
+    return (
+        int(name)
+        if key.startswith(VERSIONS) and len(name) == 20 and name.isascii() and name.isdigit()
+        else None
+    )
+
+
+def parse_alternate_key(key: str) -> int | None:
+    """The version of an `alternates/…/anchor` key, or None if it is not one."""
+    name = key.removeprefix(ALTERNATES).removesuffix("/anchor")
+    version = int(name) if len(name) == 20 and name.isascii() and name.isdigit() else None
+    return version if version is not None and key == alternate_key(version) else None

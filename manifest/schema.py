@@ -1,7 +1,8 @@
 """The manifest: the record that makes a version exist. msgpack on the wire, validated by pydantic."""
 
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import blake3
 import msgpack
@@ -9,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from chunkstore.codec import WINDOW
 from chunkstore.errors import FormatUnsupported, InvalidKey
 from chunkstore.store import check_key
 from manifest.catalog import MAX_TENSORS
 from manifest.errors import ManifestInvalid
-from manifest.keys import CHUNKS, MAX_VERSION
+from manifest.keys import CHUNKS, MAX_VERSION, chunk_prefix
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 64 << 20
@@ -23,6 +25,7 @@ Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Id = Annotated[bytes, Field(min_length=16, max_length=16)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, le=min(MAX_VERSION, (1 << 63) - 1))]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Wire(BaseModel):
@@ -30,20 +33,27 @@ class _Wire(BaseModel):
 
 
 class SectionRef(_Wire):
-    """Part of one tensor inside a chunk: flat element indices `start` ≤ i < `stop` of tensor id `tensor`."""
+    """Part of one tensor inside a chunk: flat element indices `start` ≤ i < `stop` of tensor id `tensor`.
+
+    A section lies inside one window (chunkstore.codec.WINDOW) and stores at least one element.
+    """
 
     tensor: Annotated[int, Field(ge=0, lt=MAX_TENSORS)]
     start: Count
     stop: Count
     whole: bool  # True: every element of the range is stored; False: only changed ones
-    changed: Count  # elements stored
+    changed: Annotated[int, Field(ge=1, le=WINDOW)]  # elements stored
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if not self.start < self.stop or self.changed > self.stop - self.start:
-            raise ValueError(f"section range {self.start}…{self.stop} with {self.changed} elements is impossible")
+            raise ValueError(
+                f"section range {self.start}…{self.stop} with {self.changed} elements is impossible"
+            )
         if self.whole and self.changed != self.stop - self.start:
             raise ValueError("a whole section stores every element of its range")
+        if self.start // WINDOW != (self.stop - 1) // WINDOW:
+            raise ValueError(f"section range {self.start}…{self.stop} crosses a multiple of {WINDOW}")
         return self
 
 
@@ -75,7 +85,7 @@ class Stats(_Wire):
     unproved_blocks: Count = 0  # blocks sent whole because no reconstruction matched their digest
     bytes_by_encoding: dict[str, Count] = Field(default_factory=dict)
     sources: dict[str, Count] = Field(default_factory=dict)  # elements watched by each capture source
-    seconds: dict[str, float] = Field(default_factory=dict)  # by phase: capture, seal, encode, upload
+    seconds: dict[str, Seconds] = Field(default_factory=dict)  # by phase: capture, seal, encode, upload
 
 
 class Manifest(_Wire):
@@ -93,7 +103,9 @@ class Manifest(_Wire):
     base_version: Version | None
     base_root: Hash | None
     root: Hash
-    parent_hash: Hash | None  # of version − 1's manifest; None only at version 0. In an alternate: of the manifest it re-encodes
+    parent_hash: (
+        Hash | None
+    )  # of version − 1's manifest; None only at version 0. In an alternate: of the manifest it re-encodes
     epoch: Count
     publisher: Id
     commit_id: Id
@@ -101,7 +113,7 @@ class Manifest(_Wire):
     catalog: Hash
     train_step: Count | None
     optimizer_steps: Count  # covered by this version
-    created_at: float  # Unix seconds
+    created_at: Seconds  # Unix seconds
     digests: bytes
     chunks: list[ChunkRef]
     stats: Stats
@@ -122,6 +134,24 @@ class Manifest(_Wire):
         if self.kind == "delta" and not self.chunks and self.base_root != self.root:
             raise ValueError("a delta without chunks changes the root")
         return self
+
+    @model_validator(mode="after")
+    def _own_chunks(self) -> Self:
+        """No two tries share an object: each chunk lies under this version and attempt, and is named once."""
+        prefix = chunk_prefix(self.version, self.attempt)
+        strangers = [c.key for c in self.chunks if not c.key.startswith(prefix)]
+        if strangers:
+            raise ValueError(f"chunk {strangers[0]!r:.200} is not under {prefix}")
+        if len({c.key for c in self.chunks}) != len(self.chunks):
+            raise ValueError("a chunk is named twice")
+        return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A validated copy, without the cached bytes and hash of the original, which pydantic would copy
+        along.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, **(update or {})})
 
     @cached_property
     def data(self) -> bytes:
@@ -147,7 +177,9 @@ class Manifest(_Wire):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str) -> Self:
-        """Parse what is stored under key `name`. Raises ManifestInvalid or FormatUnsupported; executes nothing."""
+        """Parse what is stored under key `name`. Raises ManifestInvalid or FormatUnsupported; executes
+        nothing.
+        """
         try:
             raw = msgpack.unpackb(data, strict_map_key=True)
         except (ValueError, msgpack.exceptions.UnpackException) as error:
@@ -160,7 +192,7 @@ class Manifest(_Wire):
         try:
             manifest = cls.model_validate(raw)
         except ValidationError as error:
-            raise ManifestInvalid(f"manifest {name} does not match its schema: {error}") from error
+            raise ManifestInvalid(f"manifest {name} does not match its schema: {error!s:.2000}") from error
         if manifest.data != data:
             raise ManifestInvalid(f"manifest {name} is not in canonical form")
         return manifest

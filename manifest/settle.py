@@ -1,0 +1,66 @@
+"""Put one object once and learn for certain what its key holds, even when replies are lost."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chunkstore.errors import (
+    AccessDenied,
+    CorruptObject,
+    LimitExceeded,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from chunkstore.store import Store
+from manifest.errors import CommitUnknown
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to insist on an answer, in seconds, and by which clock."""
+
+    deadline: float = 60.0
+    first_delay: float = 0.1
+    longest_delay: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+def settle(store: Store, key: str, data: bytes, *, limit: int, patience: Patience) -> bytes:
+    """Create `key` with `data` unless it exists; return the bytes the key holds: `data` itself, or another's.
+
+    A reply that is lost, or a refusal that may answer one's own earlier try, is settled by reading the key
+    back: bytes there decide; nothing there means the same bytes are put again. Where the store denies the
+    call outright and no earlier try can still land, its error is passed on. Raises CommitUnknown if nothing
+    is known at the deadline; LimitExceeded if `data`, or what another wrote, is larger than `limit` bytes.
+    """
+    if len(data) > limit:
+        raise LimitExceeded(f"{store.url}/{key} would have {len(data)} bytes, the limit is {limit}")
+    give_up = patience.clock() + patience.deadline
+    delay = patience.first_delay
+    may_land = False  # a try whose reply was lost may still take effect
+    while True:
+        problem: StoreError | None = None
+        try:
+            if store.put_if_absent(key, data):
+                return data
+        except StoreUnavailable as error:
+            problem, may_land = error, True
+        except (AccessDenied, StoreFull) as error:
+            problem = error
+        try:
+            return store.get(key, limit=limit)
+        except ObjectMissing:
+            if problem is not None and not may_land:
+                raise problem from None
+        except (StoreUnavailable, AccessDenied, CorruptObject) as error:
+            problem = problem or StoreUnavailable(str(error))
+        if patience.clock() >= give_up:
+            raise CommitUnknown(
+                f"unknown whether {store.url}/{key} was written: {problem or 'the key comes and goes'}",
+                hint="keep the chunks and put the same bytes again; never other bytes under this version",
+            ) from problem
+        patience.sleep(delay)
+        delay = min(2 * delay, patience.longest_delay)
