@@ -1,0 +1,159 @@
+"""One version on its way: chunks to upload, then the manifest to commit, on a background thread."""
+
+import secrets
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chunkstore.crashpoints import crash_point
+from manifest.catalog import Catalog, root_digest
+from manifest.log import VersionLog
+from manifest.schema import Manifest, Stats
+from publisher.seal import Sealed
+from publisher.takeover import fenced
+from publisher.upload import Upload, Uploaded
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A committed version: its manifest, and seconds per phase (capture, seal, encode, upload, commit)."""
+
+    version: int
+    manifest: Manifest
+    seconds: dict[str, float]
+
+
+class PublishHandle:
+    """The outcome of one `publish`, once it is known."""
+
+    def __init__(self, future: "Future[Commit | None]") -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Commit | None:
+        """The commit, or None if nothing had changed. Waits up to `timeout` seconds (TimeoutError).
+
+        Raises StoreError if the upload failed and CommitUnknown if the outcome is not known; in both cases nothing is
+        lost, the next publish carries the changes. Raises Fenced if another publisher has the stream.
+        """
+        return self._future.result(timeout)
+
+
+@dataclass
+class Attempt:
+    """One try at one version. `sealed` is kept until the commit is known, to be put back if it failed.
+
+    `manifest` and `alternate` are set before they are offered: an unknown commit is settled by offering the same
+    bytes again. `offered`: the log may hold it. `committed`: the log is known to hold it.
+    """
+
+    log: VersionLog
+    catalog: Catalog
+    base: Manifest | None
+    epoch: int
+    publisher: bytes
+    train_step: int | None
+    optimizer_steps: int
+    attempt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    anchor_attempt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    sealed: list[Sealed] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    seconds: dict[str, float] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    alternate: Manifest | None = None
+    offered: bool = False
+    committed: bool = False
+    future: "Future[Commit | None]" = field(default_factory=Future)
+
+    @property
+    def version(self) -> int:
+        return 0 if self.base is None else self.base.version + 1
+
+    def start(self, thread: ThreadPoolExecutor, changes: Upload, anchor: Upload | None) -> None:
+        """Finish the uploads and commit in the background; `future` tells the outcome."""
+        self.future = thread.submit(self._run, changes, anchor)
+
+    def settle(self) -> Commit:
+        """Offer the manifest (again). Raises CommitUnknown, Fenced."""
+        assert self.manifest is not None
+        begin = time.perf_counter()
+        self.offered = True
+        outcome = self.log.commit(self.manifest)
+        if not outcome.won:
+            raise fenced(self.log, self.manifest, outcome.winner)
+        self.committed = True
+        crash_point("publisher.after_manifest")
+        if self.alternate is not None:
+            self.log.put_alternate(self.alternate)
+        self.seconds["commit"] = time.perf_counter() - begin
+        return Commit(self.manifest.version, self.manifest, dict(self.seconds))
+
+    def _run(self, changes: Upload, anchor: Upload | None) -> Commit | None:
+        uploaded = changes.finish()
+        whole = anchor.finish() if anchor is not None else None
+        if uploaded.chunks or self.base is None:
+            self.manifest = self._version(uploaded)
+        elif whole is None:
+            return None
+        else:
+            self.manifest = self.base
+        if whole is not None:
+            self.alternate = self._anchor_of(self.manifest, whole)
+        crash_point("publisher.before_manifest")
+        return self.settle()
+
+    def _version(self, uploaded: Uploaded) -> Manifest:
+        digests = np.array([part.digest for part in self.sealed], dtype="<u8")
+        everything = sum(s.changed for c in uploaded.chunks for s in c.sections if s.whole)
+        anchor = self.base is None or everything == sum(t.numel for t in self.catalog.tensors)
+        base = None if anchor else self.base
+        self.seconds |= {"encode": uploaded.encode_seconds, "upload": uploaded.upload_seconds}
+        return Manifest(
+            stream=self.log.stream.id,
+            version=self.version,
+            kind="anchor" if anchor else "delta",
+            base_version=None if base is None else base.version,
+            base_root=None if base is None else base.root,
+            root=root_digest(self.catalog, digests),
+            parent_hash=None if self.base is None else self.base.hash,
+            epoch=self.epoch,
+            publisher=self.publisher,
+            commit_id=secrets.token_bytes(16),
+            attempt=self.attempt,
+            catalog=self.catalog.hash,
+            train_step=self.train_step,
+            optimizer_steps=self.optimizer_steps,
+            created_at=time.time(),
+            digests=digests.tobytes(),
+            chunks=uploaded.chunks,
+            stats=self.stats.model_copy(
+                update={
+                    "changed": uploaded.changed,
+                    "bytes_by_encoding": dict(uploaded.bytes_by_encoding),
+                    "seconds": dict(self.seconds),
+                }
+            ),
+        )
+
+    def _anchor_of(self, manifest: Manifest, whole: Uploaded) -> Manifest:
+        """The same version, encoded whole (alternates/…)."""
+        return manifest.model_copy(
+            update={
+                "kind": "anchor",
+                "base_version": None,
+                "base_root": None,
+                "parent_hash": manifest.hash,
+                "commit_id": secrets.token_bytes(16),
+                "attempt": self.anchor_attempt,
+                "chunks": whole.chunks,
+                "stats": Stats(
+                    elements=self.stats.elements,
+                    changed=whole.changed,
+                    bytes_by_encoding=dict(whole.bytes_by_encoding),
+                ),
+            }
+        )

@@ -1,0 +1,42 @@
+"""The publisher's configuration: one strict YAML file."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from chunkstore.open import StoreConfig
+
+
+class PublisherConfig(BaseModel):
+    """What `publisher.yaml` may hold. Exactly one of `base_checkpoint` and `inference_dtype` is given."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: StoreConfig
+    base_checkpoint: Path | None = Field(
+        default=None,
+        description="Hugging Face folder the run starts from: gives names, dtypes and the mapping check",
+    )
+    inference_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        default=None,
+        description="dtype of every floating-point tensor on the rollout side, without a base checkpoint",
+    )
+    detect: Literal["auto", "snapshot"] = Field(
+        default="auto",
+        description="auto: invert AdamW and prove it; snapshot: keep a 16-bit copy, any optimizer",
+    )
+    takeover: bool = Field(
+        default=False, description="claim the stream again if another publisher claims it meanwhile"
+    )
+    upload_threads: int = Field(default=2, ge=1, le=64)
+    upload_memory_mb: int = Field(
+        default=256, ge=64, description="sections waiting for upload; the trainer is held while it is used up"
+    )
+    commit_deadline: float = Field(default=60.0, gt=0, description="seconds until a commit counts as unknown")
+
+    @model_validator(mode="after")
+    def _one_source_of_dtypes(self) -> Self:
+        if (self.base_checkpoint is None) == (self.inference_dtype is None):
+            raise ValueError("give exactly one of base_checkpoint and inference_dtype")
+        return self

@@ -1,0 +1,124 @@
+"""From a live model to the catalog: which tensor is published under which name, in which dtype.
+
+For plain torch models the mapping is the identity: one module tensor is one canonical tensor, row-major.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from manifest.catalog import Catalog, TensorSpec
+from publisher.checkpoint import Checkpoint
+from publisher.errors import MappingMismatch
+from publisher.naming import canonical_tensors
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "BOOL": torch.bool,
+    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
+    "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+}  # fmt: skip
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """`tensors[i]` is the live tensor of catalog tensor i."""
+
+    catalog: Catalog
+    tensors: tuple[torch.Tensor, ...]
+
+
+def map_model(model: nn.Module, checkpoint: Checkpoint | None, inference_dtype: str | None) -> ModelMap:
+    """Match the model with the base checkpoint's names, shapes and dtypes, or cast all floats to `inference_dtype`.
+
+    Exactly one of `checkpoint` and `inference_dtype` is given. Raises MappingMismatch naming every offender.
+    """
+    groups = _tied_groups(canonical_tensors(model))
+    if checkpoint is not None:
+        chosen = [_choose_from_files(names, tensor, checkpoint) for names, tensor in groups]
+        _check_against_files(groups, chosen, checkpoint)
+        dtypes = [checkpoint.tensors[name].dtype if name in checkpoint.tensors else "" for name in chosen]
+    else:
+        chosen = [names[0] for names, _ in groups]
+        dtypes = [_inference_dtype(tensor, inference_dtype or "") for _, tensor in groups]
+    aliases = {a: name for (names, _), name in zip(groups, chosen, strict=True) for a in names if a != name}
+    specs = [
+        TensorSpec(name, dtype, tuple(tensor.shape))
+        for (_, tensor), name, dtype in zip(groups, chosen, dtypes, strict=True)
+    ]
+    catalog = Catalog.of(specs, aliases)
+    by_name = {name: tensor for (_, tensor), name in zip(groups, chosen, strict=True)}
+    return ModelMap(catalog, tuple(by_name[spec.name] for spec in catalog.tensors))
+
+
+def _tied_groups(named: dict[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
+    """Names that share one tensor, together: [([name, alias …], tensor), …]."""
+    groups: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
+    for name, tensor in named.items():
+        where = tensor.untyped_storage().data_ptr()
+        # Empty tensors have no address of their own; views count as tied only if they show the very same elements.
+        identity = (
+            (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            if tensor.numel()
+            else (id(tensor),)
+        )
+        groups.setdefault(identity, ([], tensor))[0].append(name)
+    return list(groups.values())
+
+
+def _choose_from_files(names: list[str], tensor: torch.Tensor, checkpoint: Checkpoint) -> str:
+    return next((n for n in names if n in checkpoint.tensors), names[0])
+
+
+def _check_against_files(
+    groups: list[tuple[list[str], torch.Tensor]], chosen: list[str], checkpoint: Checkpoint
+) -> None:
+    problems = []
+    for (_, tensor), name in zip(groups, chosen, strict=True):
+        spec = checkpoint.tensors.get(name)
+        if spec is None:
+            problems.append(f"{name} is in the model but not in the files")
+        elif spec.shape != tuple(tensor.shape):
+            problems.append(f"{name} is {tuple(tensor.shape)} in the model, {spec.shape} in the files")
+        elif not _castable(tensor.dtype, spec.dtype):
+            problems.append(f"{name} is {tensor.dtype} in the model, {spec.dtype} in the files")
+    known = {name for names, _ in groups for name in names}
+    problems += [
+        f"{name} is in the files but not in the model" for name in checkpoint.tensors if name not in known
+    ]
+    if problems:
+        raise MappingMismatch(
+            f"the model does not match base checkpoint {checkpoint.directory}: " + "; ".join(problems[:30]),
+            hint="base_checkpoint must be the Hugging Face folder of this very architecture",
+        )
+
+
+def _castable(live: torch.dtype, wire: str) -> bool:
+    """Floats may be cast to the wire's float; anything else must already be it."""
+    wanted = TORCH_DTYPES[wire]
+    return live == wanted or (live.is_floating_point and wanted.is_floating_point)
+
+
+def _inference_dtype(tensor: torch.Tensor, inference_dtype: str) -> str:
+    if tensor.is_floating_point():
+        return inference_dtype
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise MappingMismatch(f"a tensor of dtype {tensor.dtype} cannot be published")
+    return name
+
+
+def verify_against_files(digests: list[int], catalog: Catalog, checkpoint: Checkpoint) -> None:
+    """The independent check of the mapping: digests taken through it must equal those of the files.
+
+    A wrong permutation moves data and digest together and would stay unnoticed for ever; the files know better.
+    """
+    wrong = [s.name for s, d in zip(catalog.tensors, digests, strict=True) if checkpoint.digest(s.name) != d]
+    if wrong:
+        raise MappingMismatch(
+            f"{len(wrong)} of {len(catalog.tensors)} tensors differ from base checkpoint "
+            f"{checkpoint.directory}: {', '.join(wrong[:10])}",
+            hint="attach before the first optimizer step, and name the folder that the run's weights were loaded from",
+        )

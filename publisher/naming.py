@@ -1,0 +1,40 @@
+"""Canonical names of a module's parameters and persistent buffers.
+
+Wrappers add path segments that no checkpoint knows: DistributedDataParallel and DataParallel `module`, torch.compile
+`_orig_mod`. They are dropped because of what the wrapper *is*, wherever it stands; a layer that merely is called
+`module` keeps its name.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_WRAPPED_AS: tuple[tuple[type[nn.Module], str], ...] = (
+    (DistributedDataParallel, "module"),
+    (DataParallel, "module"),
+    (OptimizedModule, "_orig_mod"),
+)
+
+
+def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer by canonical name, in module order; tied ones once per name."""
+    return dict(_walk(model, ""))
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for wrapper, child in _WRAPPED_AS:
+        if isinstance(module, wrapper):
+            yield from _walk(getattr(module, child), prefix)
+            return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer
+    for name, child_module in module._modules.items():
+        if child_module is not None:
+            yield from _walk(child_module, f"{prefix}{name}.")

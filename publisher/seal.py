@@ -1,0 +1,145 @@
+"""Freeze a shard's changes into sections, after checking them against the current bits (DESIGN §4, "At publish").
+
+Runs while the trainer is held: it reads the live tensor once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from chunkstore.codec import WINDOW, Section
+from chunkstore.digest_torch import block_digests
+from chunkstore.dtypes import Bits, bits_dtype
+from publisher.capture import CaptureStats, capture_snapshot, element_weights
+from publisher.changes import BLOCK, Bits16, ChangeSet, Digests, Flags, Offsets
+from publisher.proof import block_sums
+from publisher.shard import Shard, Source
+
+_WHOLE_WINDOW = 1 / 3
+"""Stored fraction of a window above which it is sent whole: it would be about as large, and simpler to apply."""
+
+
+@dataclass
+class Sealed:
+    """One shard's part of a version.
+
+    `changes`: what was taken from the shard, to be merged back if the commit fails. `digests`: block digests of the
+    bits that are being published. `sections` is consumed once; the other fields are complete when it is exhausted.
+    """
+
+    shard: Shard
+    changes: ChangeSet
+    digests: Digests = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digests = np.zeros(len(self.changes.whole), np.uint64)
+
+    @property
+    def digest(self) -> int:
+        """The tensor's digest."""
+        return int(self.digests.sum(dtype=np.uint64))
+
+
+def take(shard: Shard, committed: int | None, stats: CaptureStats) -> Sealed:
+    """Begin sealing: bring the change set up to date. `committed`: the tensor's digest in the base, None if no base.
+
+    A base that does not add up to the committed digest is not a base: the tensor is sent whole.
+    """
+    if shard.source is Source.SNAPSHOT:
+        capture_snapshot(shard)
+    changes = shard.changes
+    if int(changes.base.sum(dtype=np.uint64)) != committed:
+        stats.unproved_blocks += int(np.count_nonzero(~changes.whole)) if committed is not None else 0
+        changes.add_whole(np.arange(len(changes.whole)))
+    return Sealed(shard, changes)
+
+
+def sections(sealed: Sealed, stats: CaptureStats) -> Iterator[Section]:
+    """Yield what to send, window by window; afterwards the shard's changes start anew from the bits read here."""
+    shard = sealed.shard
+    for start in range(0, shard.spec.numel, WINDOW):
+        yield from _window(sealed, start, min(start + WINDOW, shard.spec.numel), stats)
+    shard.changes = ChangeSet.empty(sealed.digests)
+
+
+def whole_sections(shard: Shard) -> Iterator[Section]:
+    """The live tensor, whole, for an anchor."""
+    spec = shard.spec
+    for start in range(0, spec.numel, WINDOW):
+        stop = min(start + WINDOW, spec.numel)
+        yield Section(shard.id, spec.dtype, start, stop, None, _values(shard, _read(shard, start, stop)))
+
+
+def restore(sealed: Sealed) -> None:
+    """The version was not committed: what was taken precedes what the shard has found since."""
+    sealed.shard.changes = sealed.changes.before(sealed.shard.changes)
+
+
+def _window(sealed: Sealed, start: int, stop: int, stats: CaptureStats) -> Iterator[Section]:
+    shard, changes = sealed.shard, sealed.changes
+    blocks = slice(start // BLOCK, -(-stop // BLOCK))
+    bits = _read(shard, start, stop)
+    now = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
+    sealed.digests[blocks] = now
+    edited = (
+        now != shard.kept[blocks]
+    )  # after the last hook: an EMA swap, a clamp, a reload, a buffer's update
+    shard.kept[blocks] = now
+    first, last = np.searchsorted(changes.offsets, [start, stop])
+    offsets, old = changes.offsets[first:last], changes.old[first:last]
+    at = torch.from_numpy(offsets - start).to(bits.device)
+    new = bits[at].cpu().numpy().view(np.uint16) if len(offsets) else np.empty(0, np.uint16)
+    terms = element_weights(shard, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
+    sums = changes.base[blocks] + block_sums(terms, (offsets - start) // BLOCK, len(now))
+    wrong = (edited | (sums != now)) & ~changes.whole[blocks]
+    if shard.source is Source.INVERSION:
+        stats.unproved_blocks += int(np.count_nonzero(wrong))
+    whole = changes.whole[blocks] | wrong
+    changes.whole[blocks] = whole  # should the commit fail, these blocks stay whole
+    keep = (new != old) & ~whole[(offsets - start) // BLOCK]
+    yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep])
+
+
+def _read(shard: Shard, start: int, stop: int) -> torch.Tensor:
+    parts = [bits for _, bits in shard.pieces(start, stop)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _values(shard: Shard, bits: torch.Tensor) -> Bits:
+    # A copy: without a cast these are the trainer's own live bytes, which the next step overwrites.
+    values: Bits = bits.cpu().numpy().view(bits_dtype(shard.spec.dtype)).copy()
+    return values
+
+
+def _cut(
+    shard: Shard,
+    start: int,
+    stop: int,
+    bits: torch.Tensor,
+    whole: Flags,
+    offsets: Offsets,
+    new: Bits16,
+) -> Iterator[Section]:
+    spec = shard.spec
+    stored = int(np.count_nonzero(whole)) * BLOCK + len(offsets)
+    if stored > (stop - start) * _WHOLE_WINDOW:
+        whole = np.ones_like(whole)
+        offsets = offsets[:0]
+    for low, high, is_whole in _runs(whole, start, stop):
+        if is_whole:
+            yield Section(shard.id, spec.dtype, low, high, None, _values(shard, bits[low - start : high - start]))
+            continue
+        first, last = np.searchsorted(offsets, [low - start, high - start])
+        if first < last:
+            inside = (offsets[first:last] - (low - start)).astype(np.uint32)
+            yield Section(shard.id, spec.dtype, low, high, inside, new[first:last])
+
+
+def _runs(whole: Flags, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+    """The range as runs of blocks that are all whole or all not: (first, end, whole). Sections never overlap."""
+    edges = [0, *(np.flatnonzero(np.diff(whole)) + 1).tolist(), len(whole)]
+    for low, high in pairwise(edges):
+        yield start + low * BLOCK, min(start + high * BLOCK, stop), bool(whole[low])

@@ -1,0 +1,88 @@
+"""One published tensor as the trainer holds it, and what is known of its changes since the committed version."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from chunkstore.digest import Coefficients
+from chunkstore.digest_torch import block_digests
+from manifest.catalog import TensorSpec
+from publisher.changes import BLOCK, ChangeSet, Digests, block_count
+from publisher.mapping import TORCH_DTYPES
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+PIECE = 32 * BLOCK
+"""Elements handled at a time: temporaries of a few MB each, whatever the size of the tensor."""
+
+
+class Source(StrEnum):
+    """How a tensor's changes are found (DESIGN §4)."""
+
+    INVERSION = "inversion"  # undo AdamW from the live optimizer state, then prove it by block digests
+    SNAPSHOT = "snapshot"  # compare with a kept copy of the 16-bit values
+    DIGEST = "digest"  # compare block digests at publish; blocks that differ are sent whole
+
+
+@dataclass
+class Shard:
+    """A live tensor, its place in the catalog, and its change tracking.
+
+    `kept`: digest of each block after the last step seen. `changes`: since the base. `step`: the parameter's step
+    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone.
+    """
+
+    id: int
+    spec: TensorSpec
+    tensor: torch.Tensor
+    source: Source
+    kept: Digests = field(init=False)
+    changes: ChangeSet = field(init=False)
+    snapshot: torch.Tensor | None = field(init=False, default=None)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.kept = self.digests()
+        self.changes = ChangeSet.empty(self.kept)
+        if self.source is Source.SNAPSHOT:
+            self.snapshot = torch.empty(self.spec.numel, dtype=torch.int16, device=self.tensor.device)
+            for start, bits in self.pieces():
+                self.snapshot[start : start + len(bits)] = bits
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return Coefficients.of(self.spec.name)
+
+    @property
+    def wire(self) -> torch.dtype:
+        return TORCH_DTYPES[self.spec.dtype]
+
+    @property
+    def kept_digest(self) -> int:
+        """The tensor's digest after the last step seen."""
+        return int(self.kept.sum(dtype=np.uint64))
+
+    def flat(self) -> torch.Tensor:
+        """The live tensor in row-major order: a view where it is contiguous."""
+        return self.tensor.detach().reshape(-1)
+
+    def bits(self, flat: torch.Tensor) -> torch.Tensor:
+        """The inference bits of part of `flat()`, as signed integers of the wire's width."""
+        return flat.to(self.wire).contiguous().view(_INTEGER[self.spec.width])
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first flat index, inference bits) of consecutive parts of at most PIECE elements."""
+        flat = self.flat()
+        end = self.spec.numel if stop is None else stop
+        for at in range(start, end, PIECE):
+            yield at, self.bits(flat[at : min(at + PIECE, end)])
+
+    def digests(self) -> Digests:
+        """Block digests of the current bits: one read of the tensor."""
+        parts = [block_digests(self.coefficients, bits, start, BLOCK) for start, bits in self.pieces()]
+        joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64)
+        assert len(joined) == block_count(self.spec.numel)
+        return joined.view(np.uint64)

@@ -1,0 +1,45 @@
+"""Finding the few uncertain elements whose other value makes a block's digest come out right."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from publisher.proof import block_sums, find_flips
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(st.lists(U64, min_size=1, max_size=30, unique=True), st.data())
+def test_flips_are_found_and_add_up(terms: list[int], data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(range(len(terms))), min_size=1, max_size=3, unique=True))
+    residual = sum(terms[i] for i in chosen) % 2**64
+    flips = find_flips(np.uint64(residual), np.array(terms, np.uint64))
+    assert flips is not None
+    assert len(set(flips)) == len(flips) <= 3
+    assert sum(terms[i] for i in flips) % 2**64 == residual
+
+
+@given(st.lists(U64, max_size=12), U64)
+def test_none_means_that_no_subset_fits(terms: list[int], residual: int) -> None:
+    if find_flips(np.uint64(residual), np.array(terms, np.uint64)) is None:
+        for size in (1, 2, 3):
+            for subset in itertools.combinations(terms, size):
+                assert sum(subset) % 2**64 != residual
+
+
+def test_too_many_uncertain_elements_give_up_instead_of_searching_for_ever() -> None:
+    rng = np.random.default_rng(0)
+    terms = rng.integers(0, 2**64, 5000, dtype=np.uint64)
+    assert find_flips(terms[1] + terms[2], terms) is None
+    assert find_flips(terms[77], terms) == (77,)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), U64), max_size=50))
+def test_block_sums(pairs: list[tuple[int, int]]) -> None:
+    pairs.sort()
+    sums = block_sums(
+        np.array([v for _, v in pairs], np.uint64), np.array([b for b, _ in pairs], np.int64), 10
+    )
+    assert sums.tolist() == [sum(v for b, v in pairs if b == k) % 2**64 for k in range(10)]
