@@ -1,0 +1,51 @@
+"""`deltasync demo`: a real online RL loop over deltasync, in separate processes.
+
+A trainer with a publisher, a store, and a rollout worker with a subscriber that starts without weights. After every
+version the rollout worker's weights are compared, bit for bit, with the trainer's. Importing this is cheap.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+MODEL_NAMES: Final = ("smollm2", "tiny")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `deltasync demo`."""
+    parser.add_argument("--store", choices=("posix", "s3"), default="posix", help="what to publish through")
+    parser.add_argument(
+        "--store-url",
+        metavar="URL",
+        help="a folder for posix, s3://bucket/prefix for s3; default: a folder of the run, an S3 server of the run",
+    )
+    parser.add_argument(
+        "--endpoint-url", metavar="URL", help="with --store-url s3://…: an S3 server that is not AWS"
+    )
+    parser.add_argument(
+        "--versions", type=_positive, default=6, metavar="N", help="versions to train after the anchor"
+    )
+    parser.add_argument(
+        "--model", choices=MODEL_NAMES, default="smollm2", help="tiny: random weights, for a quick run"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as one JSON document on stdout")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep the run's store, logs and comparison files in DIR (new or empty)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if every version arrived bit-identical, else 1. Raises DeltasyncError if a process of the demo fails."""
+    from deltasync.demo.main import run_demo
+
+    return run_demo(args)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value

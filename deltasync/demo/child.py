@@ -1,0 +1,150 @@
+"""The demo's processes: started as commands, spoken to in lines of JSON over stdin and stdout.
+
+One request, one reply. What a child prints otherwise goes to its log file. A child ends when its stdin closes, so none
+outlives the process that started it, however that one ends.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from chunkstore.errors import DeltasyncError
+from deltasync.demo.errors import DemoFailed
+
+Reply = dict[str, Any]
+Handler = Callable[..., Reply]
+
+_LOG_TAIL: Final = 30
+_GRACE: Final = 10.0
+"""Seconds a child has to end by itself."""
+
+_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Child:
+    """A running process of the demo. Use as a context manager: leaving it ends the process."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+                start_new_session=True,  # Ctrl-C reaches us alone, and we end the children in order
+                text=True,
+            )
+        self._reader = threading.Thread(target=self._read, name=f"{name}-replies", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self.stop(grace=_GRACE if failure is None else 0.5)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, do: str, *, timeout: float, **arguments: Any) -> Reply:
+        """Let the child do something and return its answer.
+
+        Raises DemoFailed if it takes longer than `timeout` seconds, if the child answers with an error, or ends;
+        the message has the end of its log.
+        """
+        try:
+            self._stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            raise self._ended(do) from None
+        try:
+            line = self._replies.get(timeout=timeout)
+        except queue.Empty:
+            raise DemoFailed(
+                f"the {self.name} process did not finish {do!r} within {timeout:.0f} s{self._tail()}",
+                hint="the machine may be too busy, or the process hangs",
+            ) from None
+        if line is None:
+            raise self._ended(do)
+        reply: Reply = json.loads(line)
+        if "error" in reply:
+            error = reply["error"]
+            raise DemoFailed(
+                f"the {self.name} process failed in {do!r}: error[{error['kind']}]: {error['message']}",
+                hint=error["hint"],
+            )
+        return reply
+
+    def stop(self, grace: float = _GRACE) -> None:
+        """End the process: ask it by closing its stdin, and kill it if it is still there after `grace` seconds."""
+        with contextlib.suppress(BrokenPipeError):  # it is gone already, with a request unread
+            self._stdin.close()
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._stdout.close()
+
+    @property
+    def _stdin(self) -> IO[str]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def _stdout(self) -> IO[str]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def _read(self) -> None:
+        for line in self._stdout:
+            self._replies.put(line)
+        self._replies.put(None)
+
+    def _ended(self, do: str) -> DemoFailed:
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return DemoFailed(f"the {self.name} process {how} during {do!r}{self._tail()}")
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+        return "".join([f"; the end of {self.log}:", *(f"\n    {line}" for line in lines)]) if lines else ""
+
+
+def child_command(module: str) -> tuple[str, ...]:
+    """The command that runs `deltasync.demo.<module>` as a child."""
+    return (sys.executable, "-m", f"deltasync.demo.{module}")
+
+
+def claim_stdout() -> IO[str]:
+    """In a child: the pipe for replies. From now on everything else that prints goes to stderr, the log."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return replies
+
+
+def serve(handlers: Mapping[str, Handler], replies: IO[str]) -> None:
+    """In a child: answer requests until stdin closes. An expected error is answered; any other ends the process."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = handlers[request.pop("do")](**request)
+        except DeltasyncError as error:
+            reply = {"error": {"kind": error.kind, "message": error.message, "hint": error.hint}}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()

@@ -1,0 +1,163 @@
+"""Run the demo: start the processes, lead them through the loop, judge every version."""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from chunkstore.errors import ConfigError
+from deltasync.demo.child import Child, Reply, child_command
+from deltasync.demo.compare import Comparison
+from deltasync.demo.model import copy_without_weights, prepare_model
+from deltasync.demo.rows import Row, all_identical
+from deltasync.demo.store import DemoStore, open_demo_store
+from deltasync.demo.table import Display, summary
+
+CACHE: Final = Path(".demo")
+"""Where models made once stay, below the current directory."""
+
+_PROMPTS: Final = 6
+_GROUP: Final = 6
+_WAIT: Final = 300.0
+"""Seconds that any single request to a process may take."""
+
+ROLLOUT: Final = child_command("rollout")
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One run below folder `work`. `rollout`: the rollout worker's command, to which its options are added."""
+
+    checkpoint: Path
+    store: DemoStore
+    versions: int
+    work: Path
+    rollout: tuple[str, ...] = ROLLOUT
+
+    def rows(self, display: Display) -> Iterator[Row]:
+        """Yield the anchor's row and one per trained version. Ends all processes when it is left, however."""
+        folder, logs = self.work / "rollout", self.work / "logs"
+        copy_without_weights(self.checkpoint, folder)
+        # As given, not as completed: options of s3 are refused for other stores.
+        store = self.store.config.model_dump(mode="json", exclude_unset=True)
+        of_trainer = json.dumps({"checkpoint": str(self.checkpoint.resolve()), "store": store})
+        of_rollout = json.dumps({"folder": str(folder), "store": store})
+        trainer_command = (*child_command("trainer"), of_trainer)
+        rollout_command = (*self.rollout, of_rollout)
+        environment = self.store.environment
+        with (
+            Child("trainer", trainer_command, logs / "trainer.log", environment) as trainer,
+            Child("rollout", rollout_command, logs / "rollout.log", environment) as rollout,
+        ):
+            display.stage("version 0: the trainer loads the model and publishes the anchor")
+            anchor = trainer.call("anchor", timeout=_WAIT)
+            yield self._deliver(trainer, rollout, display, published=anchor, learned={})
+            for step in range(1, self.versions + 1):
+                display.stage(f"version {step}: the rollout worker generates completions")
+                batch = rollout.call("generate", timeout=_WAIT, prompts=_PROMPTS, group=_GROUP, seed=step)
+                display.stage(f"version {step}: the trainer takes a step")
+                learned = trainer.call("step", timeout=_WAIT, samples=batch["samples"])
+                published = trainer.call("publish", timeout=_WAIT, train_step=step)
+                yield self._deliver(trainer, rollout, display, published=published, learned=learned)
+
+    def _deliver(
+        self, trainer: Child, rollout: Child, display: Display, *, published: Reply, learned: Reply
+    ) -> Row:
+        """Let the rollout worker sync to what was published, and compare it with the trainer."""
+        version = published["version"]
+        display.stage(f"version {version}: the rollout worker syncs")
+        synced = rollout.call("sync", timeout=_WAIT, version=version)
+        display.stage(f"version {version}: all bits are compared")
+        dump = self.work / "trainer-weights.safetensors"
+        dumped = trainer.call("dump", timeout=_WAIT, path=str(dump))
+        compared = rollout.call("compare", timeout=_WAIT, path=str(dump))
+        dump.unlink()
+        return Row(
+            version=version,
+            kind=published["kind"],
+            loss=learned.get("loss"),
+            reward=learned.get("reward"),
+            elements=published["elements"],
+            changed=published["changed"],
+            chunk_bytes=published["chunk_bytes"],
+            dense_bytes=published["dense_bytes"],
+            seconds=published["seconds"] | synced["seconds"],
+            model_tensors=dumped["tensors"],
+            comparison=Comparison.from_json(compared),
+        )
+
+
+def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> int:
+    """`deltasync demo` with the options of `deltasync.demo.add_arguments`. `rollout`: the rollout worker's command."""
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_sigterm_unwinds())
+        console = Console(stderr=args.json)
+        work = stack.enter_context(_work_folder(args.keep))
+        display = stack.enter_context(Display(console, f"deltasync demo: {args.model} through {args.store}"))
+        display.stage(f"the model {args.model} is made ready (slow only the first time)")
+        checkpoint = prepare_model(args.model, CACHE)
+        store = stack.enter_context(open_demo_store(args.store, args.store_url, args.endpoint_url, work))
+        demo = Demo(checkpoint, store, args.versions, work, rollout)
+        rows: list[Row] = []
+        for row in demo.rows(display):
+            rows.append(row)
+            display.add(row)
+    ok = all_identical(rows, args.versions)
+    seconds = time.monotonic() - begin
+    console.print(
+        summary(rows, ok=ok, seconds=seconds), style="bold green" if ok else "bold red", highlight=False
+    )
+    if args.json:
+        print(json.dumps(_document(args, rows, ok=ok, seconds=seconds), indent=2))
+    return 0 if ok else 1
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Within, SIGTERM ends the process in order, as Ctrl-C does: children stopped, files removed."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _work_folder(keep: Path | None) -> Iterator[Path]:
+    """The run's own folder, absolute: `keep`, which stays, or a temporary one."""
+    with ExitStack() as stack:
+        if keep is None:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltasync-demo-")))
+        else:
+            work = keep.resolve()
+            work.mkdir(parents=True, exist_ok=True)
+            if any(work.iterdir()):
+                raise ConfigError(f"--keep {keep} is not empty", hint="name a new or an empty folder")
+        (work / "logs").mkdir()
+        yield work
+
+
+def _document(args: argparse.Namespace, rows: list[Row], *, ok: bool, seconds: float) -> dict[str, Any]:
+    """The machine-readable result."""
+    return {
+        "identical": ok,
+        "model": args.model,
+        "store": args.store,
+        "versions": args.versions,
+        "seconds": seconds,
+        "rows": [row.to_json() for row in rows],
+    }

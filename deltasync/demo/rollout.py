@@ -1,0 +1,70 @@
+"""The demo's rollout worker: a model built from its config alone, fed by a subscriber, generating completions."""
+
+import json
+import sys
+from pathlib import Path
+
+import deltasync
+from chunkstore.open import StoreConfig
+from deltasync.demo.child import Reply, claim_stdout, serve
+from deltasync.demo.compare import compare_with_file
+from deltasync.demo.model import build_empty, load_tokenizer
+from deltasync.demo.sampler import Sampler
+
+_SYNC_TIMEOUT = 240.0
+"""Seconds. Shorter than the wait of the process that asks, so that it hears what happened."""
+
+_POLL_INTERVAL = 0.2
+"""Seconds: versions come every few seconds here, and the store is next door."""
+
+
+class RolloutWorker:
+    """Answers `sync`, `generate` and `compare`. `folder`: config and tokenizer, no weights; also takes our state."""
+
+    def __init__(self, folder: Path, store: StoreConfig) -> None:
+        self.model = build_empty(folder)
+        self.engine = deltasync.TorchEngine(self.model)
+        self._sampler = Sampler(self.model, load_tokenizer(folder))
+        self._applied: dict[int, deltasync.AppliedVersion] = {}
+        config = deltasync.SubscriberConfig(
+            store=store, id="rollout", state_dir=folder / "state", poll_interval=_POLL_INTERVAL, http=None
+        )
+        self._subscriber = deltasync.Subscriber(config, self.engine, on_applied=self._note)
+        self._subscriber.start()
+
+    def sync(self, version: int) -> Reply:
+        """Wait until the subscriber has applied `version`."""
+        self._subscriber.wait_for(version, _SYNC_TIMEOUT)
+        return {"seconds": self._applied[version].seconds}
+
+    def generate(self, prompts: int, group: int, seed: int) -> Reply:
+        """Completions with the weights that the engine serves."""
+        with self.engine.serving(_SYNC_TIMEOUT) as version:
+            samples = self._sampler.sample(prompts=prompts, group=group, seed=seed)
+        return {"version": version, "samples": [sample.to_json() for sample in samples]}
+
+    def compare(self, path: str) -> Reply:
+        """Compare the live weights with the trainer's dump, bit by bit."""
+        with self.engine.serving(_SYNC_TIMEOUT):
+            return compare_with_file(Path(path), self.model.state_dict()).to_json()
+
+    def close(self) -> None:
+        self._subscriber.stop()
+
+    def _note(self, applied: "deltasync.AppliedVersion") -> None:
+        self._applied[applied.version] = applied
+
+
+def main(worker_class: type[RolloutWorker] = RolloutWorker) -> None:
+    """argv[1]: JSON with `folder` and `store` (a StoreConfig)."""
+    replies = claim_stdout()
+    options = json.loads(sys.argv[1])
+    worker = worker_class(Path(options["folder"]), StoreConfig.model_validate(options["store"]))
+    try:
+        serve({"sync": worker.sync, "generate": worker.generate, "compare": worker.compare}, replies)
+    finally:
+        worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Generate completions with the live rollout weights, and score them."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deltasync.demo.task import MAX_NEW_TOKENS, make_problems, reward
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion: token ids of prompt and completion, its reward, and the prompt it belongs to (`group`)."""
+
+    group: int
+    prompt: list[int]
+    completion: list[int]  # ends with the token that ended it: never empty
+    text: str
+    reward: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Sampler:
+    """Hugging Face `generate` at temperature 1, so that samples follow the policy itself."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        self._model: Any = model
+        self._tokenizer = tokenizer
+        (newline,) = tokenizer.encode("\n", add_special_tokens=False)
+        self._ends = (tokenizer.eos_token_id, newline)
+
+    def sample(self, *, prompts: int, group: int, seed: int) -> list[Sample]:
+        """`group` completions for each of `prompts` problems; the same ones for the same weights and seed."""
+        torch.manual_seed(seed)
+        samples = []
+        for number, problem in enumerate(make_problems(prompts, seed)):
+            encoded = self._tokenizer(problem.prompt, add_special_tokens=False, return_tensors="pt")
+            length = encoded["input_ids"].shape[1]
+            with torch.no_grad():
+                rows = self._model.generate(
+                    input_ids=encoded["input_ids"],
+                    attention_mask=encoded["attention_mask"],
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    num_return_sequences=group,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    top_p=1.0,
+                    eos_token_id=list(self._ends),
+                    pad_token_id=self._tokenizer.pad_token_id,
+                )
+            for row in rows.tolist():
+                completion = self._until_end(row[length:])
+                text = self._tokenizer.decode(completion, skip_special_tokens=True)
+                samples.append(Sample(number, row[:length], completion, text, reward(problem, text)))
+        return samples
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        """Up to and with the first ending token; what follows is padding."""
+        return next((ids[: i + 1] for i, token in enumerate(ids) if token in self._ends), ids)

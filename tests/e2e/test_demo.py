@@ -1,0 +1,156 @@
+"""`deltasync demo` as people run it, on the tiny model; and proof that it can fail."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltasync.demo import add_arguments
+from deltasync.demo.errors import DemoFailed
+from deltasync.demo.main import run_demo
+from deltasync.demo.rows import PHASES
+
+DEMO = [sys.executable, "-m", "deltasync.cli", "demo", "--model", "tiny"]
+
+TINY_TENSORS = 2 + 1 + 4 * 9
+"""Embedding and tied head, last norm, and nine tensors in each of four layers."""
+
+FLIPS_A_BIT = """
+import torch
+from deltasync.demo.rollout import RolloutWorker, main
+
+class Flipping(RolloutWorker):
+    compared = 0
+
+    def compare(self, path):
+        self.compared += 1
+        if self.compared == 2:
+            bits = self.model.state_dict()["model.layers.2.mlp.up_proj.weight"].view(torch.int16)
+            bits[5, 7] ^= 1
+        return super().compare(path)
+
+main(Flipping)
+"""
+
+SYNCS_NOTHING = """
+from deltasync.demo.rollout import RolloutWorker, main
+
+class Deaf(RolloutWorker):
+    def sync(self, version):
+        return super().sync(0)
+
+main(Deaf)
+"""
+
+DIES = """
+import os, signal
+from deltasync.demo.rollout import RolloutWorker, main
+
+class Dying(RolloutWorker):
+    def generate(self, prompts, group, seed):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+main(Dying)
+"""
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--model", "tiny", *arguments])
+
+
+def check_document(result: dict[str, Any], versions: int) -> None:
+    assert result["identical"] is True
+    rows = result["rows"]
+    assert [row["version"] for row in rows] == list(range(versions + 1))
+    assert [row["kind"] for row in rows] == ["anchor"] + ["delta"] * versions
+    for row in rows:
+        assert row["identical"] is True
+        assert row["comparison"]["tensors"] == row["model_tensors"] == TINY_TENSORS
+        assert row["comparison"]["problems"] == []
+        assert row["comparison"]["elements"] > row["elements"], "the tied head is compared under both names"
+        assert 0 < row["changed"] <= row["elements"]
+        assert row["dense_bytes"] == 2 * row["elements"]
+    for row in rows[1:]:
+        assert set(row["seconds"]) == set(PHASES)
+        assert 0 < row["changed_percent"] < 33
+        assert row["times_smaller"] > 3
+        assert 0 <= row["reward"] <= 1
+
+
+@pytest.mark.parametrize("store", ["posix", "s3"])
+def test_demo_ends_bit_identical(store: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    done = subprocess.run(
+        [*DEMO, "--versions", "3", "--store", store, "--json", "--keep", str(kept)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check_document(json.loads(done.stdout), versions=3)
+    assert not list(kept.glob("rollout/*.safetensors")), "the rollout worker starts without weights"
+    assert (kept / "logs" / "trainer.log").exists()
+    assert (kept / "store" / "stream.msgpack").exists() == (store == "posix")
+
+
+def test_a_flipped_bit_in_the_rollout_fails_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_demo(options("--versions", "1", "--json"), rollout=(sys.executable, "-c", FLIPS_A_BIT)) == 1
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["identical"] is False
+    assert [row["identical"] for row in result["rows"]] == [True, False]
+    assert result["rows"][1]["comparison"]["problems"] == [
+        f"model.layers.2.mlp.up_proj.weight differs in 1 of {384 * 128} elements"
+    ]
+    assert "NOT bit-identical" in captured.err
+
+
+def test_a_rollout_that_did_not_sync_fails_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FIELD_REPORTS: rllm#622 (version stamped although nothing arrived)."""
+    monkeypatch.chdir(tmp_path)
+    assert run_demo(options("--versions", "1"), rollout=(sys.executable, "-c", SYNCS_NOTHING)) == 1
+    assert "bit-identical: NO" in capsys.readouterr().out
+
+
+def test_a_dead_process_ends_the_demo_with_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = children(os.getpid())
+    with pytest.raises(DemoFailed, match="the rollout process was killed by signal 9 during 'generate'"):
+        run_demo(options("--versions", "1"), rollout=(sys.executable, "-c", DIES))
+    assert children(os.getpid()) == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with subprocess.Popen(
+        [*DEMO, "--versions", "1000", "--store", "s3"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
+    ) as demo:  # fmt: skip
+        assert demo.stdout is not None
+        assert any(line.startswith("version 0") for line in demo.stdout)
+        started = children(demo.pid)
+        assert len(started) >= 3, "store, trainer and rollout worker are processes"
+        demo.send_signal(number)
+        assert demo.wait(60) == code
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert list(temporary.iterdir()) == []
+
+
+def children(pid: int) -> set[int]:
+    """Child processes that the main thread of process `pid` started."""
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
