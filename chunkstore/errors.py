@@ -3,6 +3,7 @@
 DeltasyncError
 ├── StoreError                      something about an object store
 │   ├── StoreUnavailable            network, 5xx, throttling, timeout: try again (retry)
+│   │   └── CredentialsExpired      the next call renews them; nothing was read or written (retry)
 │   ├── ObjectMissing               a named object is not there (reseed)
 │   ├── AccessDenied                credentials or permissions (retry: they may be renewed)
 │   ├── StoreFull                   no space, quota (retry)
@@ -53,6 +54,10 @@ class StoreError(DeltasyncError):
 
 class StoreUnavailable(StoreError):
     kind = "store_unavailable"
+
+
+class CredentialsExpired(StoreUnavailable):
+    kind = "credentials_expired"
 
 
 class ObjectMissing(StoreError):

@@ -72,15 +72,27 @@ class Store(ABC):
         """Remove the object; no error if there is none."""
 
 
+def is_key(key: str) -> bool:
+    """Whether `check_key` accepts `key`. Listings leave out every object whose name is not a key."""
+    return 0 < len(key) <= MAX_KEY and all(_SEGMENT.fullmatch(part) for part in key.split("/"))
+
+
 def check_key(key: str) -> str:
     """Return `key` if it may be used in a store, else raise InvalidKey.
 
     A key is 1 to 512 characters: segments of letters, digits, `.`, `_`, `-`, joined by `/`, none empty and none
     starting with a dot, so that no key can escape the prefix or meet a temporary file.
     """
-    if not 0 < len(key) <= MAX_KEY or not all(_SEGMENT.fullmatch(part) for part in key.split("/")):
+    if not is_key(key):
         raise InvalidKey(
             f"object key {key!r:.200} is not allowed",
             hint="keys are up to 512 letters, digits, '.', '_', '-' in non-empty segments that do not start with a dot",
         )
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it is empty or begins some key, else raise InvalidKey; so that no listing leaves the store."""
+    if prefix:
+        check_key(prefix + "x" if prefix.endswith("/") else prefix)
+    return prefix

@@ -1,0 +1,273 @@
+"""A store in a directory of a POSIX file system, local or shared (NFS, Lustre, …).
+
+Objects appear whole or not at all: written to a temporary in the same directory, flushed, then linked (put_if_absent)
+or renamed (put) to their name, and every directory up to the root flushed before the call returns.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+from chunkstore.crashpoints import crash_point
+from chunkstore.errors import (
+    AccessDenied,
+    CorruptObject,
+    InvalidKey,
+    LimitExceeded,
+    ObjectMissing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreUnsuitable,
+)
+from chunkstore.store import Buffer, ObjectInfo, Store, check_key
+from chunkstore.walk import Entry, walk
+
+TEMPORARY: Final = ".tmp-"
+"""How the names of temporaries start. The dot makes them no keys, so listings and readers never see them."""
+
+_MISSING = {errno.ENOENT, errno.ENOTDIR}
+_ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
+    errno.ENOSPC: (StoreFull, "free space on the file system, or run garbage collection"),
+    errno.EDQUOT: (StoreFull, "raise the quota, or run garbage collection"),
+    errno.EACCES: (AccessDenied, "let this user read and write the directory"),
+    errno.EPERM: (AccessDenied, "let this user read and write the directory"),
+    errno.EROFS: (AccessDenied, "mount the file system writable"),
+    errno.ENAMETOOLONG: (InvalidKey, "the file system allows no name this long"),
+    errno.ENOTDIR: (InvalidKey, "a part of this path is an object; a key cannot lie below another one"),
+    errno.EISDIR: (InvalidKey, "other objects lie below this path; a key cannot lie above another one"),
+    errno.ELOOP: (StoreUnsuitable, "an object has to be a regular file, not a symbolic link"),
+    errno.EINVAL: (StoreUnsuitable, "use a file system with hard links and fsync of directories"),
+    errno.ENOSYS: (StoreUnsuitable, "use a file system with hard links and fsync of directories"),
+    errno.ENOTSUP: (StoreUnsuitable, "use a file system with hard links and fsync of directories"),
+    errno.EMLINK: (StoreUnsuitable, "use a file system with hard links and fsync of directories"),
+}
+
+
+class PosixStore(Store):
+    """Objects as files below `root`, which the first write creates."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(root))
+
+    @property
+    def url(self) -> str:
+        return self._root.as_uri()
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        with self._errors("get", key), self._open(key) as file:
+            size = os.fstat(file).st_size
+            if size > limit:
+                raise LimitExceeded(f"get {self.url}/{key}: {size} bytes, more than the limit of {limit}")
+            return _read(file, 0, size)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        with self._errors("get_range", key), self._open(key) as file:
+            size = os.fstat(file).st_size
+            if start + length > size:
+                raise CorruptObject(
+                    f"get_range {self.url}/{key}: the object ends at byte {size}, before byte {start + length}"
+                )
+            return _read(file, start, length)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        with self._errors("head", key):
+            try:
+                with self._open(key) as file:
+                    return _info(key, os.fstat(file))
+            except OSError as error:
+                if error.errno in _MISSING:
+                    return None
+                raise
+
+    def put(self, key: str, data: Buffer) -> None:
+        path = self._path(key)
+        with self._errors("put", key), self._temporary(path, data) as temporary:
+            os.replace(temporary, path)
+            self._sync(path.parent)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        path = self._path(key)
+        with self._errors("put_if_absent", key), self._temporary(path, data) as temporary:
+            crash_point("chunkstore.posix.before_link")
+            created = self._link(temporary, path)
+            # Also when the key is taken: its writer may die before it flushes what the caller now builds on.
+            self._sync(path.parent)
+            return created
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        with self._errors("list", prefix):
+            yield from walk(self._entries, prefix, after)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._errors("delete", key):
+            try:
+                os.unlink(path)
+            except OSError as error:
+                # unlink(2) of a directory: EISDIR on Linux, EPERM by POSIX; neither is an object.
+                if error.errno in _MISSING or path.is_dir():
+                    return
+                raise
+            for directory in path.parents:
+                if directory == self._root:
+                    break
+                try:
+                    os.rmdir(directory)
+                except OSError:  # not empty, or pruned by someone else: either way nothing is left to do
+                    break
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    @contextmanager
+    def _errors(self, operation: str, key: str) -> Iterator[None]:
+        """Turn an OSError of the block into the typed error for this operation and key."""
+        try:
+            yield
+        except OSError as error:
+            if operation.startswith("get") and error.errno in _MISSING:
+                raise ObjectMissing(f"{operation} {self.url}/{key}: there is no such object") from error
+            kind, hint = _ERRORS.get(error.errno or 0, (StoreUnavailable, ""))
+            raise kind(f"{operation} {self.url}/{key}: {error.strerror or error}", hint=hint) from error
+
+    @contextmanager
+    def _open(self, key: str) -> Iterator[int]:
+        """A descriptor of the object's file. Raises OSError, ENOENT for anything but a regular file."""
+        path = self._path(key)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block the reader
+        try:
+            file = os.open(path, flags)
+        except FileNotFoundError:
+            # NFS clients remember for up to a minute that a name was not there; opening its directory makes them ask.
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            file = os.open(path, flags)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            yield file
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def _temporary(self, path: Path, data: Buffer) -> Iterator[Path]:
+        """A flushed temporary holding `data` beside `path`; gone afterwards."""
+        temporary = path.with_name(TEMPORARY + uuid4().hex)
+        file = _create(temporary)
+        try:
+            try:
+                view = memoryview(data).cast("B")
+                while view:
+                    view = view[os.write(file, view) :]
+                os.fsync(file)
+            finally:
+                os.close(file)
+            yield temporary
+        finally:
+            with suppress(FileNotFoundError):  # a rename has taken it
+                os.unlink(temporary)
+
+    def _link(self, temporary: Path, path: Path) -> bool:
+        """Give the temporary its final name if that is free. True if it bears the name afterwards."""
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            # A network file system may repeat a link whose reply was lost; the error then answers our own success.
+            with suppress(OSError):
+                if os.path.samefile(temporary, path):
+                    return True
+            if isinstance(error, FileExistsError):
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
+                return False
+            if error.errno == errno.EPERM:
+                raise StoreUnsuitable(
+                    f"put_if_absent {path.as_uri()}: the file system refuses hard links",
+                    hint="use a file system with hard links",
+                ) from error
+            raise
+        return True
+
+    def _sync(self, directory: Path) -> None:
+        """Flush `directory` and its ancestors up to the root, so that the whole path outlives a power loss."""
+        while True:
+            _sync_directory(directory)
+            if directory == self._root:
+                return
+            directory = directory.parent
+
+    def _entries(self, directory: str) -> Iterable[Entry]:
+        try:
+            with os.scandir(self._root / directory) as found:
+                entries = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [
+            Entry(
+                entry.name,
+                entry.is_dir(follow_symlinks=False),
+                partial(_record, directory + entry.name, entry),
+            )
+            for entry in entries
+        ]
+
+
+def _record(key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
+    """The record of a listed file; None for anything but a regular file, and for one deleted meanwhile."""
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, status.st_size, status.st_mtime)
+
+
+def _read(file: int, start: int, length: int) -> bytes:
+    """`length` bytes from `start`. Raises OSError if the file ends before, which no writer of ours causes."""
+    parts: list[bytes] = []
+    while length:
+        part = os.pread(file, length, start)
+        if not part:
+            raise OSError(errno.EIO, "the file shrank while it was read")
+        parts.append(part)
+        start += len(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _create(path: Path) -> int:
+    """A descriptor of the new file `path`, with its directory, which a delete elsewhere may prune at any moment."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(10):
+        with suppress(FileNotFoundError):
+            return os.open(path, flags, 0o666)
+        with suppress(FileNotFoundError):
+            _make_directory(path.parent)
+    return os.open(path, flags, 0o666)
+
+
+def _make_directory(path: Path) -> None:
+    """Create `path` and what is missing above it, each one flushed into its parent."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,237 @@
+"""What every store promises (chunkstore/store.py), asked of each of them, bare and in all decorators."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chunkstore.errors import CorruptObject, InvalidKey, LimitExceeded, ObjectMissing
+from chunkstore.open import StoreConfig
+from chunkstore.probe import require_put_if_absent
+from chunkstore.store import MAX_KEY, Store
+from tests.support.race import race
+
+PROPERTY = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+)
+REFUSED_KEYS = [
+    "", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/.", ".tmp-1", "a/.hidden", "a b", "a\\b", "a\0b", "é",
+    "a\n", "a:b", "x" * (MAX_KEY + 1),
+]  # fmt: skip
+
+# Few characters around "/" (0x2f) in ASCII order, so that names with and without a folder meet in every order.
+segments = st.text("-./0a", min_size=1, max_size=3).map(lambda text: "k" + text.replace("/", "_"))
+keys = st.lists(segments, min_size=1, max_size=3).map("/".join)
+
+
+def without_nesting(found: set[str]) -> list[str]:
+    """Drop keys that lie above others: a file system cannot hold both, and no key of a stream does that."""
+    return sorted(key for key in found if not any(other.startswith(key + "/") for other in found))
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 9 << 20], ids=["empty", "byte", "small", "large"])
+def test_what_is_put_is_what_is_read(store: Store, size: int) -> None:
+    data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    store.put("a/put", data)
+    assert store.put_if_absent("a/created", data)
+    assert store.get("a/put", limit=size) == data
+    assert store.get("a/created", limit=size + 1) == data
+    info = store.head("a/created")
+    assert info is not None
+    assert (info.key, info.size) == ("a/created", size)
+    assert abs(info.modified - time.time()) < 60
+
+
+def test_every_kind_of_buffer_can_be_written(store: Store) -> None:
+    for key, data in {"a": bytearray(b"xyz"), "b": memoryview(b"0xyz0")[1:4]}.items():
+        store.put(key, data)
+        assert store.put_if_absent(key + "2", data)
+        assert store.get(key, limit=3) == store.get(key + "2", limit=3) == b"xyz"
+
+
+def test_a_larger_object_than_the_limit_is_refused(store: Store) -> None:
+    store.put("large", bytes(1001))
+    with pytest.raises(LimitExceeded, match="large.*1001"):
+        store.get("large", limit=1000)
+    assert len(store.get("large", limit=1001)) == 1001
+
+
+def test_ranges(store: Store) -> None:
+    """FIELD_REPORTS: vmlx-swift#217, a part past the end is an error and never zeros."""
+    store.put("r", b"0123456789")
+    assert store.get_range("r", 0, 10) == b"0123456789"
+    assert store.get_range("r", 3, 4) == b"3456"
+    assert store.get_range("r", 9, 1) == b"9"
+    assert store.get_range("r", 10, 0) == store.get_range("r", 0, 0) == b""
+    for start, length in [(0, 11), (9, 2), (10, 1), (50, 3), (11, 0)]:
+        with pytest.raises(CorruptObject, match="r: the object ends"):
+            store.get_range("r", start, length)
+
+
+def test_a_missing_object_is_named(store: Store) -> None:
+    store.put("here/too", b"")
+    assert store.head("gone") is None
+    assert store.head("here") is None
+    for call in (
+        lambda: store.get("gone", limit=1),
+        lambda: store.get_range("gone", 0, 1),
+        lambda: store.get_range("gone", 0, 0),
+        lambda: store.get("here", limit=1),
+    ):
+        with pytest.raises(
+            ObjectMissing, match=r"(gone|here): there is no such object|(gone|here): .*NoSuchKey"
+        ):
+            call()
+    store.delete("gone")
+    assert list(store.list_after("nothing/")) == []
+
+
+def test_a_put_replaces_the_whole_object(store: Store) -> None:
+    """FIELD_REPORTS: airflow#60223, mountpoint-s3#785: the same key with the same size is read anew, not from a cache."""
+    for data in (b"first version", b"other version", b"short", b"longer than before"):
+        store.put("status", data)
+        info = store.head("status")
+        assert store.get("status", limit=100) == data
+        assert info is not None
+        assert info.size == len(data)
+    assert [found.key for found in store.list_after("")] == ["status"]
+
+
+def test_put_if_absent_keeps_the_first(store: Store) -> None:
+    assert store.put_if_absent("versions/0", b"first") is True
+    assert store.put_if_absent("versions/0", b"second") is False
+    assert store.put_if_absent("versions/0", b"first") is False
+    assert store.get("versions/0", limit=10) == b"first"
+    assert store.put_if_absent("versions/1", b"") is True
+    assert store.put_if_absent("versions/1", b"not empty") is False
+    assert store.get("versions/1", limit=10) == b""
+    assert [found.key for found in store.list_after("")] == ["versions/0", "versions/1"]
+
+
+def test_a_deleted_key_is_free_again(store: Store) -> None:
+    store.put("a/b/c", b"1")
+    store.delete("a/b/c")
+    store.delete("a/b/c")
+    assert store.head("a/b/c") is None
+    assert list(store.list_after("")) == []
+    assert store.put_if_absent("a/b/c", b"2")
+    assert store.get("a/b/c", limit=1) == b"2"
+
+
+def test_one_of_many_threads_creates_a_key(store: Store) -> None:
+    won: list[int] = []
+    start = threading.Barrier(8)
+
+    def create(writer: int) -> None:
+        start.wait()
+        if store.put_if_absent("shared/key", bytes([writer])):
+            won.append(writer)
+
+    threads = [threading.Thread(target=create, args=(writer,)) for writer in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [store.get("shared/key", limit=1)] == [bytes([writer]) for writer in won]
+
+
+@PROPERTY
+@given(st.sets(keys, max_size=9), st.data())
+def test_listing_is_the_sorted_keys_after(
+    make_store: Callable[[], Store], found: set[str], data: st.DataObject
+) -> None:
+    """Ascending by full key, for every prefix and starting point, whether or not they are keys."""
+    store = make_store()
+    held = without_nesting(found)
+    for key in held:
+        store.put(key, key.encode())
+    cuts = ["", "k", "k/", "kz", "z", *held, *(key[:-1] for key in held), *(key + "/" for key in held)]
+    prefix = data.draw(st.sampled_from([cut for cut in cuts if not cut.endswith(("/.", "//"))]))
+    after = data.draw(st.sampled_from(cuts))
+    listed = list(store.list_after(prefix, after))
+    assert [info.key for info in listed] == [key for key in held if key.startswith(prefix) and key > after]
+    assert [info.size for info in listed] == [len(info.key) for info in listed]
+
+
+def test_listings_are_lazy_and_never_stale(store: Store) -> None:
+    """FIELD_REPORTS: s3fs#851, #879, #424: what was written after a listing is in the next one."""
+    for number in range(7):
+        store.put(f"versions/{number:02}", b"")
+    listing = store.list_after("versions/", "versions/02")
+    assert next(listing).key == "versions/03"
+    assert store.put_if_absent("versions/07", b"")
+    store.delete("versions/00")
+    assert [info.key for info in listing][:3] == ["versions/04", "versions/05", "versions/06"]
+    assert [info.key for info in store.list_after("versions/")] == [f"versions/{n:02}" for n in range(1, 8)]
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["put", "put_if_absent", "delete", "get", "head"]), st.sampled_from("abc")),
+    max_size=20,
+)
+
+
+@PROPERTY
+@given(operations)
+def test_any_sequence_behaves_like_a_dict(
+    make_store: Callable[[], Store], steps: list[tuple[str, str]]
+) -> None:
+    store = make_store()
+    model: dict[str, bytes] = {}
+    for number, (operation, name) in enumerate(steps):
+        key, data = f"d/{name}", bytes([number]) * number
+        if operation == "put":
+            store.put(key, data)
+            model[key] = data
+        elif operation == "put_if_absent":
+            assert store.put_if_absent(key, data) == (key not in model)
+            model.setdefault(key, data)
+        elif operation == "delete":
+            store.delete(key)
+            model.pop(key, None)
+        elif operation == "head" or key not in model:
+            info = store.head(key)
+            assert (None if info is None else info.size) == (len(model[key]) if key in model else None)
+        else:
+            assert store.get(key, limit=20) == model[key]
+    assert [info.key for info in store.list_after("d/")] == sorted(model)
+
+
+@pytest.mark.parametrize("key", REFUSED_KEYS)
+def test_a_key_that_could_leave_the_prefix_is_refused(raw_store: Callable[[str], Store], key: str) -> None:
+    for kind in ("memory", "posix", "s3"):
+        store = raw_store(kind)
+        for call in (
+            lambda store=store: store.get(key, limit=1),
+            lambda store=store: store.get_range(key, 0, 1),
+            lambda store=store: store.get_range(key, 0, 0),
+            lambda store=store: store.head(key),
+            lambda store=store: store.put(key, b""),
+            lambda store=store: store.put_if_absent(key, b""),
+            lambda store=store: store.delete(key),
+        ):
+            with pytest.raises(InvalidKey):
+                call()
+
+
+@pytest.mark.parametrize("prefix", ["/", "../", "..", "a//", "a/../", ".tmp-", "a b/"])
+def test_a_prefix_that_could_leave_the_store_is_refused(store: Store, prefix: str) -> None:
+    with pytest.raises(InvalidKey):
+        list(store.list_after(prefix))
+
+
+def test_the_probe_accepts_it_and_leaves_nothing(store: Store) -> None:
+    require_put_if_absent(store)
+    assert list(store.list_after("")) == []
+
+
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+def test_two_processes_racing_for_200_keys(kind: str, config_of: Callable[[str], StoreConfig]) -> None:
+    raced = race(config_of(kind), [f"versions/{number:020}" for number in range(200)])
+    assert [one for one in raced if not one.fair] == []
+    assert {one.won for one in raced} == {(True, False), (False, True)}, (
+        "one writer won all: this was no race"
+    )
