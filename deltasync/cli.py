@@ -1,0 +1,93 @@
+"""The `deltasync` command.
+
+Exit codes, the same for every command:
+
+    0    done, and where a question was asked the answer is yes
+    1    a DeltasyncError, printed as `error[kind]: message` and `hint:` on stderr; or the answer is no
+         (`demo`: not bit-identical, `store verify`: damage found, `status --max-lag`: a subscriber is behind)
+    2    the command line itself is wrong
+    130  interrupted with Ctrl-C
+
+Modules that take long to import (torch, boto3, transformers, rich) are imported by the commands that need them, when
+they run, so `deltasync --help` answers at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Final
+
+from chunkstore.errors import DeltasyncError
+from deltasync.commands import (
+    check_config,
+    demo,
+    publisher,
+    status,
+    store_export,
+    store_show,
+    store_verify,
+    subscriber,
+)
+
+OK: Final = 0
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command with its options; `args.run(args)` is the chosen command."""
+    parser = argparse.ArgumentParser(
+        prog="deltasync",
+        description="Keep RL rollout clusters bit-identical to their trainer by shipping only the changed weights.",
+        epilog="Exit codes: 0 done or yes, 1 failed or no, 2 wrong command line, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"deltasync {version('deltasync')}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.register(commands)
+    publisher.register(commands)
+    subscriber.register(commands)
+    status.register(commands)
+    store = commands.add_parser("store", help="look into a stream: show, verify, export")
+    store_commands = store.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    store_show.register(store_commands)
+    store_verify.register(store_commands)
+    store_export.register(store_commands)
+    check_config.register(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Exits the process only for --help and wrong usage."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except DeltasyncError as error:
+        if args.debug:
+            raise
+        print(format_error(error), file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        return INTERRUPTED
+    return code
+
+
+def format_error(error: DeltasyncError) -> str:
+    """`error[kind]: message`, and `hint: …` on the next line if there is one."""
+    lines = [f"error[{error.kind}]: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What several commands share: options for reaching a store, JSON output, sizes for people."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from chunkstore.metrics import StoreMetrics
+    from chunkstore.store import Store
+
+
+class Commands(Protocol):
+    """What `add_subparsers` returns, as far as commands use it."""
+
+    def add_parser(self, name: str, *, help: str, description: str = ...) -> argparse.ArgumentParser: ...
+
+
+def add_store_options(parser: argparse.ArgumentParser) -> None:
+    """The stream's URL, and how to reach an S3 server that is not AWS. Credentials: the standard AWS chain."""
+    parser.add_argument("url", metavar="URL", help="the stream: a path, file:///path or s3://bucket/prefix")
+    parser.add_argument("--endpoint-url", metavar="URL", help="S3 server to use instead of AWS")
+    parser.add_argument("--region", help="S3 region")
+    parser.add_argument("--path-style", action="store_true", help="bucket in the path, as MinIO wants it")
+
+
+def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) -> "Store":
+    """The store that the options of `add_store_options` name, counted in `metrics`. Raises ConfigError."""
+    from chunkstore.config import parse_config
+    from chunkstore.open import StoreConfig, open_store
+
+    options = {
+        "endpoint_url": args.endpoint_url,
+        "region": args.region,
+        "path_style": args.path_style or None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return open_store(parse_config({"url": args.url, **given}, StoreConfig, source="command line"), metrics)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; bytes as hex."""
+    json.dump(value, sys.stdout, indent=2, default=_plain)
+    print()
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def human_bytes(count: float) -> str:
+    """12 B, 3.4 kB, 5.6 MB …: decimal units, as object stores bill them."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Aligned columns under the keys of the first row; None as `-`. Empty for no rows."""
+    if not rows:
+        return ""
+    cells = [list(rows[0])] + [["-" if value is None else str(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """How much a daemon writes to stderr."""
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")

@@ -1,0 +1,45 @@
+"""What the two daemons share: the log's form, and loading what a config names as `module:function`."""
+
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from chunkstore.errors import ConfigError
+
+
+def log_to_stderr(level: str) -> None:
+    """One line per record on stderr: UTC time with milliseconds, level, logger, message. `level`: debug, info …"""
+    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def load_function(name: str, key: str) -> Callable[..., Any]:
+    """The function `module:function`, which config key `key` names. Raises ConfigError if there is none.
+
+    The working directory is searched last, so that it cannot shadow an installed package.
+    """
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key}: {name!r}: module {error.name!r} cannot be imported",
+            hint="install it, put its folder into PYTHONPATH, or start from its folder",
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(
+            f"{key}: {name!r}: {module_name} ({module.__file__}) has no function {attribute!r}",
+            hint="name a function of that module",
+        )
+    function: Callable[..., Any] = found
+    return function

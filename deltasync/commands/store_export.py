@@ -1,0 +1,55 @@
+"""`deltasync store export`: any version as a Hugging Face checkpoint."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltasync.commands._common import Commands, add_store_options, human_bytes, print_json, store_of
+
+if TYPE_CHECKING:
+    from manifest.log import VersionLog
+
+
+def register(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a version as a Hugging Face checkpoint",
+        description="Write a version as safetensors files that transformers loads. DIR appears whole or not at all.",
+    )
+    add_store_options(parser)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a folder that does not exist yet, or is empty")
+    parser.add_argument("--version", type=int, metavar="V", help="default: the newest")
+    parser.add_argument(
+        "--config", type=Path, metavar="DIR", help="checkpoint folder to copy config.json and the tokenizer from"
+    )
+    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from deltasync.commands._progress import transfer
+    from manifest.export import export_checkpoint
+    from manifest.history import find_plan
+    from manifest.log import VersionLog, open_stream
+
+    with transfer("export") as reading:
+        store = store_of(args, reading)
+        log = VersionLog(store, open_stream(store))
+        version = _newest(log) if args.version is None else args.version
+        reading.expect(find_plan(log, None, version).nbytes)
+        done = export_checkpoint(store, version, args.directory, config_dir=args.config)
+    if args.json:
+        fields = {"version": done.version, "root": done.root, "directory": str(done.directory)}
+        print_json(fields | {"files": done.files, "nbytes": done.nbytes})
+    else:
+        print(f"version {done.version}: {human_bytes(done.nbytes)} of tensors in {done.directory}, all digests verified")
+    return 0
+
+
+def _newest(log: "VersionLog") -> int:
+    from chunkstore.errors import ObjectMissing
+
+    newest = log.newest()
+    if newest is None:
+        raise ObjectMissing(f"{log.store.url} has no version yet", hint="wait for the publisher's first anchor")
+    return newest.version

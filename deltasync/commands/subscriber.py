@@ -1,0 +1,69 @@
+"""`deltasync subscriber run`: the rollout side's daemon."""
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltasync.commands._common import Commands, add_log_level
+
+if TYPE_CHECKING:
+    from subscriber.config import SubscriberConfig
+    from subscriber.daemon import Subscriber
+    from subscriber.engine import Engine
+
+
+def register(commands: Commands) -> None:
+    parser = commands.add_parser("subscriber", help="the rollout side's daemon")
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    run_parser = actions.add_parser(
+        "run",
+        help="keep an engine at a stream's newest version",
+        description="Follow the stream of a subscriber.yaml until SIGTERM or Ctrl-C, which stop it cleanly.",
+    )
+    run_parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE", help="subscriber.yaml")
+    run_parser.add_argument("--until-version", type=int, metavar="V", help="end once this version is applied")
+    run_parser.add_argument("--once", action="store_true", help="catch up with what is there, then end")
+    add_log_level(run_parser)
+    run_parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from chunkstore.config import load_config
+    from deltasync.commands._daemon import log_to_stderr
+    from subscriber.config import SubscriberConfig
+    from subscriber.daemon import Subscriber
+
+    log_to_stderr(args.log_level)
+    config = load_config(args.config, SubscriberConfig)
+    subscriber = Subscriber(config, _engine(config, args.config))
+    asyncio.run(_run(subscriber, args.until_version, args.once))
+    return 0
+
+
+async def _run(subscriber: "Subscriber", until_version: int | None, once: bool) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, subscriber.stop)
+    await subscriber.run(until_version, once)
+
+
+def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
+    """The engine that the config names. Raises ConfigError."""
+    from torch import nn
+
+    from chunkstore.errors import ConfigError
+    from deltasync.commands._daemon import load_function
+    from subscriber.torch_engine import TorchEngine
+
+    if config.engine is None:
+        raise ConfigError(f"{path}: engine: is required to run a daemon", hint="name the engine and its factory")
+    factory = config.engine.factory
+    module = load_function(factory, f"{path}: engine.factory")()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"{path}: engine.factory: {factory!r} returned {type(module).__name__}, not a torch.nn.Module",
+            hint="return the model that serves",
+        )
+    return TorchEngine(module)
