@@ -29,7 +29,7 @@ class Backoff:
     uniform: Callable[[], float] = random.random
 
     def wait(self, retry: int, began: float) -> float | None:
-        """Seconds to sleep before retry number `retry` of an operation begun at time `began`; None if that is too late."""
+        """Seconds to sleep before retry number `retry` of an operation begun at time `began`; None if too late."""
         seconds = self.uniform() * min(self.longest, self.first * 2.0 ** min(retry, 60))
         return seconds if self.clock() + seconds - began <= self.deadline else None
 

@@ -152,7 +152,7 @@ class S3Store(Store):
         if after > prefix and not after.startswith(prefix):
             return  # every key with this prefix sorts before `after`
         # Each page asks for what follows the last key; a continuation token may age while the caller works.
-        last = self._base + after if after > prefix else ""
+        last = self._base + after if after >= prefix else ""
         more = True
         while more:
             with self._errors("list", prefix):
