@@ -5,7 +5,8 @@ DeltasyncError
 ├── ChainError            versions that do not fit together: gap, cycle, wrong parent or base (reseed)
 │   └── ForeignStream     a manifest of another stream (fatal)
 ├── CommitUnknown         it is not known whether a commit happened; nothing was forgotten (retry)
-└── Fenced                another publisher has taken the stream over (fatal)
+├── Fenced                another publisher has taken the stream over (fatal)
+└── LocalDiskError        files cannot be written where they were asked for; nothing is left behind (fatal)
 """
 
 from chunkstore.errors import Action, DeltasyncError
@@ -34,3 +35,7 @@ class CommitUnknown(DeltasyncError):
 class Fenced(DeltasyncError):
     kind = "fenced"
     action = Action.FATAL
+
+
+class LocalDiskError(DeltasyncError):
+    kind = "local_disk"

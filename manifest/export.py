@@ -1,0 +1,190 @@
+"""Write one version as a Hugging Face safetensors checkpoint."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from chunkstore.codec import WINDOW
+from chunkstore.digest import digest
+from chunkstore.dtypes import Bits
+from chunkstore.store import Store
+from manifest.catalog import Catalog, TensorSpec
+from manifest.errors import LocalDiskError
+from manifest.history import find_plan
+from manifest.image import Image, create_file
+from manifest.keys import manifest_key
+from manifest.log import VersionLog, open_stream, read_catalog
+
+MAX_SHARD_BYTES: Final = 5 * 10**9
+_COPIED: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*processor_config.json",
+)
+_HEADER_LIMIT: Final = 100_000_000  # the safetensors format's own
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: the version, its root digest, the files in `directory`, and the tensors' size in bytes."""
+
+    version: int
+    root: bytes
+    directory: Path
+    files: tuple[str, ...]
+    nbytes: int
+
+
+def export_checkpoint(
+    store: Store,
+    version: int,
+    directory: Path,
+    config_dir: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Exported:
+    """Write `version` into `directory`, which must not exist or be empty, and appears whole or not at all.
+
+    One `model.safetensors`, or shards of up to `max_shard_bytes` bytes (a larger tensor has its own) and their index.
+    Aliases are not written: they are the same weights. Configuration, generation and tokenizer files of `config_dir`
+    are copied. The tensors are built in the files themselves, so memory stays at one chunk and one window; every
+    tensor is read back and its digest checked before the directory is put in place.
+
+    Raises LocalDiskError if the directory cannot be written, else as `restore`.
+    """
+    log = VersionLog(store, open_stream(store))
+    steps = find_plan(log, None, version).steps
+    catalog = read_catalog(store, steps[-1].catalog)
+    with _new_directory(directory) as temporary:
+        shards = _shards(catalog, max_shard_bytes)
+        image = Image(catalog, _create_shards(temporary, catalog, shards))
+        image.follow(store, steps)
+        name = f"{store.url}/{manifest_key(version)}"
+        image.digests = [_digest(spec.name, a) for spec, a in zip(catalog.tensors, image.arrays, strict=True)]
+        image.check(steps[-1], name)
+        if len(shards) > 1:
+            _write_index(temporary, catalog, shards)
+        if config_dir is not None:
+            _copy_configuration(config_dir, temporary)
+        files = tuple(sorted(path.name for path in temporary.iterdir()))
+        for name in files:
+            _sync(temporary / name)
+    return Exported(version, steps[-1].root, directory, files, catalog.nbytes)
+
+
+@contextmanager
+def _new_directory(directory: Path) -> Iterator[Path]:
+    """A temporary directory beside `directory` that takes its place if the body succeeds, and is removed if not."""
+    temporary: Path | None = None
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise LocalDiskError(
+                f"{directory} is not an empty directory", hint="name one that does not exist yet"
+            )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        yield temporary
+        temporary.chmod(0o755)
+        _sync(temporary)
+        temporary.rename(directory)
+        temporary = None
+        _sync(directory.parent)
+    except OSError as error:
+        raise LocalDiskError(
+            f"cannot write the checkpoint to {directory}: {error}",
+            hint="check its permissions and free space",
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _shards(catalog: Catalog, limit: int) -> dict[str, list[TensorSpec]]:
+    """File name → its tensors in file order: filled in catalog order, within a file the widest first, for alignment."""
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in catalog.tensors:
+        if groups[-1] and filled + spec.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    return {n: sorted(group, key=lambda spec: -spec.width) for n, group in zip(names, groups, strict=True)}
+
+
+def _create_shards(directory: Path, catalog: Catalog, shards: dict[str, list[TensorSpec]]) -> list[Bits]:
+    arrays: dict[str, Bits] = {}
+    for name, specs in shards.items():
+        mapped = create_file(directory / name, _header(specs), specs)
+        arrays |= {spec.name: array for spec, array in zip(specs, mapped, strict=True)}
+    return [arrays[spec.name] for spec in catalog.tensors]
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """The head of a safetensors file: 8 bytes little-endian length, then JSON padded with spaces to a multiple of 8."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _HEADER_LIMIT:
+        raise LocalDiskError(
+            f"the header of one file would have {len(text)} bytes, safetensors allows {_HEADER_LIMIT}",
+            hint="choose smaller shards",
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_index(directory: Path, catalog: Catalog, shards: dict[str, list[TensorSpec]]) -> None:
+    index = {
+        "metadata": {"total_size": catalog.nbytes},
+        "weight_map": {spec.name: name for name, specs in shards.items() for spec in specs},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _copy_configuration(source: Path, target: Path) -> None:
+    if not (source / "config.json").is_file():
+        raise LocalDiskError(
+            f"{source} has no config.json", hint="name the directory of the model's configuration"
+        )
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+
+
+def _digest(name: str, array: Bits) -> int:
+    pieces = range(0, array.size, WINDOW)
+    return sum(digest(name, np.asarray(array[i : i + WINDOW]), i) for i in pieces) % (1 << 64)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,130 @@
+"""All tensors of one version, in files mapped into memory, moved along a plan from version to version.
+
+Each chunk is read once. Memory: one chunk and one window; the pages of the files are the system's to keep or drop.
+Disk: the size of the model, which is why only commands that write or check a whole checkpoint use it.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from chunkstore.codec import Section
+from chunkstore.digest import digest, digest_at
+from chunkstore.dtypes import Bits, bits_dtype
+from chunkstore.errors import CorruptObject
+from chunkstore.store import Store
+from manifest.catalog import Catalog, TensorSpec
+from manifest.errors import LocalDiskError
+from manifest.fetch import fetch_chunk
+from manifest.keys import manifest_key
+from manifest.layout import check_layout
+from manifest.schema import Manifest
+
+_MASK = (1 << 64) - 1
+
+
+class Image:
+    """Flat arrays of bits, one per catalog tensor, and their digests, kept up to date by every write.
+
+    `arrays` start as all zeros. After an error the content is some mixture, yet the digests are still those of what
+    the arrays hold, so that a later anchor makes it whole again.
+    """
+
+    def __init__(self, catalog: Catalog, arrays: Sequence[Bits]) -> None:
+        self.catalog = catalog
+        self.arrays = arrays
+        self.digests = [0] * len(catalog.tensors)
+
+    def follow(self, store: Store, steps: Iterable[Manifest]) -> None:
+        """Apply `steps` of a plan in order. Raises as `apply`."""
+        for manifest in steps:
+            self.apply(store, manifest)
+
+    def apply(self, store: Store, manifest: Manifest) -> None:
+        """Move from the base of `manifest` to its version and check every tensor's digest.
+
+        Raises ManifestInvalid, or ObjectMissing or CorruptObject naming the chunk; CorruptObject naming the
+        manifest and the tensors whose digest is not the promised one; or the store's error.
+        """
+        check_layout(manifest, self.catalog)
+        for ref in manifest.chunks:
+            reader = fetch_chunk(store, ref, self.catalog)
+            for i in range(len(reader.sections)):
+                self.write(reader.decode(i))
+        self.check(manifest, f"{store.url}/{manifest_key(manifest.version)}")
+
+    def check(self, manifest: Manifest, name: str) -> None:
+        """Raise CorruptObject, naming the tensors, unless this holds the version of `manifest`, which `name` is."""
+        promised = manifest.digest_array.tolist()
+        wrong = [
+            spec.name
+            for spec, held, wanted in zip(self.catalog.tensors, self.digests, promised, strict=True)
+            if held != wanted
+        ]
+        if wrong:
+            raise CorruptObject(
+                f"{name}: rebuilding version {manifest.version} does not give the promised digest of {len(wrong)}"
+                f" tensors: {', '.join(wrong[:20])}",
+                hint="the version cannot be used; ask the publisher for an anchor",
+            )
+
+    def write(self, section: Section) -> None:
+        """Store the elements of `section` and update its tensor's digest."""
+        name = self.catalog.tensors[section.tensor].name
+        array = self.arrays[section.tensor]
+        if section.offsets is None:
+            old = array[section.start : section.stop]
+            change = digest(name, section.values, section.start) - digest(name, old, section.start)
+            old[:] = section.values
+        else:
+            at = section.offsets.astype(np.int64) + section.start
+            change = digest_at(name, at, section.values) - digest_at(name, at, array[at])
+            array[at] = section.values
+        self.digests[section.tensor] = (self.digests[section.tensor] + change) & _MASK
+
+
+def create_file(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> list[Bits]:
+    """A new file of `header` and then the tensors `specs` without gaps, all zeros; returns them as flat mapped arrays.
+
+    The space is reserved first, so that a full disk is a LocalDiskError here and not a fault while writing.
+    """
+    size = len(header) + sum(spec.nbytes for spec in specs)
+    try:
+        with path.open("xb") as file:
+            file.write(header)
+            if size:
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise LocalDiskError(
+            f"cannot create {path} of {size} bytes: {error}", hint="check its free space"
+        ) from error
+    mapped = np.memmap(path, np.uint8, "r+") if size else np.zeros(0, np.uint8)
+    arrays = []
+    at = len(header)
+    for spec in specs:
+        arrays.append(np.asarray(mapped[at : at + spec.nbytes]).view(bits_dtype(spec.dtype)))
+        at += spec.nbytes
+    return arrays
+
+
+@contextmanager
+def scratch_image(catalog: Catalog, directory: Path | None = None) -> Iterator[Image]:
+    """An image in a temporary file below `directory` (the system's temporary directory if None), gone afterwards.
+
+    Raises LocalDiskError.
+    """
+    by_width = sorted(catalog.tensors, key=lambda spec: -spec.width)  # so that every array is aligned
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="deltasync-", dir=directory)
+    except OSError as error:
+        raise LocalDiskError(
+            f"cannot create a temporary directory: {error}", hint="name another one"
+        ) from error
+    with scratch as path:
+        mapped = create_file(Path(path, "image"), b"", by_width)
+        arrays = {spec.name: array for spec, array in zip(by_width, mapped, strict=True)}
+        yield Image(catalog, [arrays[spec.name] for spec in catalog.tensors])
