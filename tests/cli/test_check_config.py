@@ -1,0 +1,76 @@
+"""`deltasync check-config`: whose file it is, and whether it is right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deltasync.cli import main
+
+PUBLISHER = "store: {url: /data/stream}\nbase_checkpoint: /models/m\n"
+SUBSCRIBER = "store: {url: /data/stream}\nid: rollout-1\nengine: {factory: 'mine:build'}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "some.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (PUBLISHER, "publisher"),
+        ("store: {url: /data}\ninference_dtype: bfloat16\n", "publisher"),
+        (SUBSCRIBER, "subscriber"),
+        ("store: {url: /data}\npoll_interval: 2\n", "subscriber"),
+    ],
+)
+def test_the_keys_tell_whose_file_it_is(file: Path, text: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(text)
+    assert main(["check-config", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: ok, checked as a {kind}'s config\n"
+
+
+def test_json_has_the_defaults(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(SUBSCRIBER)
+    assert main(["check-config", str(file), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["kind"] == "subscriber"
+    assert (seen["config"]["id"], seen["config"]["poll_interval"]) == ("rollout-1", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PUBLISHER + "detekt: snapshot\n", "detekt: 'snapshot': unknown key; did you mean 'detect'?"),
+        (PUBLISHER + "upload_threads: 0\n", "upload_threads: 0: "),
+        (SUBSCRIBER + "http: {prot: 1}\n", "http.prot: 1: unknown key; did you mean 'port'?"),
+        (SUBSCRIBER + "id: again\n", "key 'id' is given twice"),
+        ("engine: {factory: 'mine:build'}\n", "store: is required"),
+    ],
+)
+def test_wrong_keys_are_named(file: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(text)
+    assert main(["check-config", str(file)]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"error[config]: {file}")
+    assert expected in stderr
+
+
+@pytest.mark.parametrize("text", ["store: {url: /data}\n", PUBLISHER + "engine: {factory: 'm:f'}\n", ""])
+def test_a_file_of_neither_or_both_needs_a_kind(file: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(text)
+    assert main(["check-config", str(file)]) == 1
+    assert "cannot tell whether this is a publisher's or a subscriber's config" in capsys.readouterr().err
+
+
+def test_the_kind_can_be_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("store: {url: /data}\n")
+    assert main(["check-config", "--kind", "subscriber", str(file)]) == 0
+    assert main(["check-config", "--kind", "publisher", str(file)]) == 1
+    assert "base_checkpoint" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", str(tmp_path / "none.yaml")]) == 1
+    assert capsys.readouterr().err.startswith("error[config]: ")

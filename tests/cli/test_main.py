@@ -1,0 +1,122 @@
+"""The command as a whole: quick help, exit codes, errors for people, tracebacks only on demand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chunkstore.errors import ConfigError, DeltasyncError
+from chunkstore.posix import PosixStore
+from deltasync.cli import build_parser, format_error, main
+from deltasync.commands._common import human_bytes, table
+from tests.support.streams import StreamBuilder, random_weights
+
+SLOW = ("torch", "boto3", "transformers", "rich", "numpy", "pydantic", "fsspec")
+COMMANDS = (
+    ["demo"], ["publisher", "run"], ["subscriber", "run"], ["status"], ["store", "show"], ["store", "verify"],
+    ["store", "export"], ["check-config"],
+)  # fmt: skip
+
+
+def deltasync(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deltasync.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_help_imports_nothing_slow() -> None:
+    code = (
+        "import sys; from deltasync.cli import build_parser; build_parser().format_help();"
+        f"print([name for name in {SLOW!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: deltasync {' '.join(command)} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nonsense"], ["store"], ["status"], ["store", "show", "x", "--alternate"], ["status", "x", "--max-lag", "no"]],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+
+
+def test_an_error_is_one_message_and_a_hint(tmp_path: Path) -> None:
+    done = deltasync("status", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert first == f"error[object_missing]: there is no stream at file://{tmp_path}: stream.msgpack is missing"
+    assert second.startswith("hint: check the URL")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = deltasync("--debug", "status", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):")
+    assert "there is no stream at" in done.stderr.splitlines()[-1]
+
+
+def test_store_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    done = deltasync("status", str(tmp_path), "--region", "eu-1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error[config]: command line: 1 wrong key")
+    assert "region: only for s3:// URLs" in done.stderr
+
+
+def test_a_reader_that_closes_the_pipe_sees_no_traceback(tmp_path: Path) -> None:
+    stream = StreamBuilder(PosixStore(tmp_path), random_weights({f"tensor_{i}": (3,) for i in range(2000)}))
+    assert len(stream.manifests) == 1
+    command = [sys.executable, "-m", "deltasync.cli", "store", "show", str(tmp_path), "--version", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltasync.commands.status.run", interrupted)
+    assert main(["status", "anywhere"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_errors_without_a_hint_have_one_line() -> None:
+    assert format_error(DeltasyncError("it broke")) == "error[error]: it broke"
+    assert format_error(ConfigError("a: wrong", hint="mend it")) == "error[config]: a: wrong\nhint: mend it"
+
+
+def test_the_version_is_the_distribution_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--version"])
+    assert capsys.readouterr().out == "deltasync 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"), (7.2e9, "7.2 GB"), (3.4e15, "3400.0 TB")],
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+def test_tables_align_to_the_right() -> None:
+    rows = [{"version": 1, "kind": "delta"}, {"version": 10, "kind": None}]
+    assert table(rows) == "version   kind\n      1  delta\n     10      -"
+    assert table([]) == ""

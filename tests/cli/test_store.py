@@ -1,0 +1,119 @@
+"""`deltasync store`: show, verify and export over real streams."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from chunkstore.posix import PosixStore
+from deltasync.cli import main
+from tests.support.streams import StreamBuilder, random_weights
+
+SHAPES = {"w": (40, 50), "b": (50,)}
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> StreamBuilder:
+    """Versions 0 … 2 in `store`: an anchor and two deltas."""
+    built = StreamBuilder(PosixStore(tmp_path / "store"), random_weights(SHAPES))
+    built.train(steps=2)
+    return built
+
+
+@pytest.fixture
+def url(stream: StreamBuilder, tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def json_of(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    seen: dict[str, object] = json.loads(capsys.readouterr().out)
+    return seen
+
+
+def test_show_lists_the_log(stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stream.alternate(1)
+    assert main(["store", "show", url, "--json"]) == 0
+    seen = json_of(capsys)
+    assert seen["stream"] == stream.log.stream.id.hex()
+    assert seen["versions"] == [
+        {
+            "version": m.version, "kind": m.kind, "base": m.base_version, "epoch": 1, "train_step": m.version,
+            "changed": m.stats.changed, "elements": m.stats.elements, "chunks": len(m.chunks), "nbytes": m.nbytes,
+            "alternate": m.version == 1,
+        }
+        for m in stream.manifests
+    ]  # fmt: skip
+    assert main(["store", "show", url]) == 0
+    text = capsys.readouterr().out
+    assert f"stream {stream.log.stream.id.hex()} at file://{url}: 3 versions" in text
+    assert len(text.splitlines()) == 1 + 1 + 3
+
+
+def test_show_prints_a_manifest_in_full(stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = stream.manifests[2]
+    assert main(["store", "show", url, "--version", "2", "--json"]) == 0
+    seen = json_of(capsys)
+    assert seen["hash"] == manifest.hash.hex()
+    assert seen["root"] == manifest.root.hex()
+    assert seen["digests"] == [f"{int(d):016x}" for d in manifest.digest_array]
+    assert set(seen) == {"hash", *manifest.model_dump()}
+    assert main(["store", "show", url, "--version", "2"]) == 0
+    text = capsys.readouterr().out
+    assert manifest.root.hex() in text
+    assert manifest.chunks[0].key in text
+
+
+def test_show_finds_the_alternate(stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "show", url, "--version", "1", "--alternate"]) == 1
+    assert "version 1 has no alternate anchor" in capsys.readouterr().err
+    alternate = stream.alternate(1)
+    assert main(["store", "show", url, "--version", "1", "--alternate", "--json"]) == 0
+    assert json_of(capsys)["hash"] == alternate.hash.hex()
+
+
+def test_show_of_a_version_that_is_not_there(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "show", url, "--version", "9"]) == 1
+    assert "error[object_missing]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, None])
+def test_export_writes_the_very_bits(
+    stream: StreamBuilder, url: str, tmp_path: Path, version: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out"
+    chosen = [] if version is None else ["--version", str(version)]
+    assert main(["store", "export", *chosen, url, str(target), "--json"]) == 0
+    seen = json_of(capsys)
+    expected = stream.version if version is None else version
+    assert seen == {
+        "version": expected, "root": stream.manifests[expected].root.hex(), "directory": str(target),
+        "files": ["model.safetensors"], "nbytes": 4100,
+    }  # fmt: skip
+    with safe_open(target / "model.safetensors", "pt") as file:
+        for name, tensor in stream.weights[expected].items():
+            bits = file.get_tensor(name).view(torch.uint16).numpy()
+            np.testing.assert_array_equal(bits, tensor.bits)
+
+
+def test_export_refuses_a_folder_with_something_in_it(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert main(["store", "export", url, str(tmp_path / "out")]) == 1
+    assert "is not an empty directory" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_export_of_a_damaged_chunk_leaves_nothing(
+    stream: StreamBuilder, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = stream.manifests[1].chunks[0].key
+    data = stream.store.get(key, limit=1 << 20)
+    stream.store.put(key, data[:-1])
+    assert main(["store", "export", url, str(tmp_path / "out")]) == 1
+    assert key in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
