@@ -1,0 +1,75 @@
+"""The subscriber's configuration: one strict YAML file, or the same keys in Python."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from chunkstore.open import StoreConfig
+
+Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HttpConfig(_Strict):
+    """Where /healthz, /readyz, /status and /metrics are served. Port 0: any free port."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8080, ge=0, le=65535)
+
+
+class EngineConfig(_Strict):
+    """Which engine `deltasync subscriber run` drives.
+
+    `factory`: `module:function` of your own code; called without arguments, returns the `torch.nn.Module`.
+    """
+
+    type: Literal["torch"] = "torch"
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+def _host_id() -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:100] or "subscriber"
+
+
+class SubscriberConfig(_Strict):
+    """How one subscriber follows one stream.
+
+    `id`: names its status object and its local files; unique per stream, the host name unless given.
+    `poll_interval`: seconds between looks for a new version; grows up to fourfold while nothing comes.
+    `state_dir`: the journal, kept across restarts. `staging_dir`: fetched and staged data, default
+    `<state_dir>/staging`; a directory in /dev/shm is faster where it has room for one anchor, twice.
+    `status_interval`: seconds between renewals of the status object, which is also the lease.
+    `audit_every`: versions between full digests of the live weights.
+    `fetch_concurrency`: chunks in flight; each takes up to 128 MiB of memory.
+    `prefetch_bytes`: how much of later versions may be fetched while one is being applied.
+    `http`: null turns the server off.
+    """
+
+    store: StoreConfig
+    id: str = Field(default_factory=_host_id, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")
+    poll_interval: Seconds = 1.0
+    state_dir: Path = Path("~/.local/state/deltasync")
+    staging_dir: Path | None = None
+    status_interval: Seconds = 30.0
+    audit_every: int = Field(default=100, ge=1)
+    fetch_concurrency: int = Field(default=4, ge=1, le=64)
+    prefetch_bytes: int = Field(default=1 << 30, ge=0)
+    http: HttpConfig | None = HttpConfig()
+    engine: EngineConfig | None = None
+
+    @property
+    def state_path(self) -> Path:
+        """This subscriber's own directory for its journal."""
+        return self.state_dir.expanduser() / self.id
+
+    @property
+    def staging_path(self) -> Path:
+        """This subscriber's own directory for fetched and staged data."""
+        base = self.staging_dir or self.state_dir / "staging"
+        return base.expanduser() / self.id

@@ -1,0 +1,37 @@
+"""Room on local disk: asked for before it is used, and a typed error when it runs out."""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from subscriber.errors import StagingFull
+
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+
+
+def check_room(directory: Path, nbytes: int) -> None:
+    """Raise StagingFull unless `nbytes` more fit into the file system of `directory`."""
+    free = shutil.disk_usage(directory).free
+    if nbytes > free:
+        raise _full(directory, f"{nbytes} bytes are needed, {free} are free")
+
+
+@contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """Turn "no space" of the block into StagingFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full(directory, str(error)) from error
+        raise
+
+
+def _full(directory: Path, why: str) -> StagingFull:
+    return StagingFull(
+        f"{directory} has too little room: {why}",
+        hint="free space, or set staging_dir (or state_dir) to a larger file system",
+    )

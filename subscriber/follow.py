@@ -1,0 +1,307 @@
+"""One catch-up: from what the engine holds to a target version, by the cheapest path that works."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+from uuid import uuid4
+
+from chunkstore.crashpoints import crash_point
+from chunkstore.errors import Action, CorruptObject, DeltasyncError, ObjectMissing
+from manifest.catalog import Catalog
+from manifest.errors import ChainError, ForeignStream
+from manifest.history import find_plan
+from manifest.layout import check_layout
+from manifest.log import VersionLog, read_catalog
+from manifest.plan import Plan
+from manifest.schema import ChunkRef, Manifest
+from subscriber.disk import check_room
+from subscriber.engine import Prepared
+from subscriber.errors import VerificationFailed
+from subscriber.holder import Holder
+from subscriber.report import AppliedVersion, Report
+from subscriber.spool import Spool
+from subscriber.stage import stage, staged_bytes
+from subscriber.staging import Held
+from subscriber.threads import in_thread
+
+T = TypeVar("T")
+
+_EXTENSIONS: Final = (
+    2  # times a catch-up may be extended to a newer version before the engine is paused for it
+)
+
+
+@dataclass(slots=True)
+class _Course:
+    """What one catch-up has learned: where it may start from, what it must go around, why."""
+
+    target: int
+    start: Held | None
+    unusable: set[bytes] = field(default_factory=set)  # manifest hashes
+    blamed: DeltasyncError | None = None
+    extensions: int = 0
+    changed: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class _StepFailed(Exception):
+    """`cause` happened to one step of a plan, so a path around that step may work."""
+
+    def __init__(self, cause: DeltasyncError, step: Manifest) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.step = step
+
+
+class Follower:
+    """`newest(after)` looks for a version above `after`; `renew()` publishes the status object, which is the lease."""
+
+    def __init__(
+        self,
+        log: VersionLog,
+        holder: Holder,
+        report: Report,
+        staging: Path,
+        *,
+        fetch_concurrency: int,
+        prefetch_bytes: int,
+        newest: Callable[[int], Awaitable[int | None]],
+        renew: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._log = log
+        self.holder = holder
+        self._report = report
+        self._staging = staging
+        self._spool = Spool(log.store, staging / "chunks")
+        self._slots = asyncio.Semaphore(fetch_concurrency)
+        self._prefetch_bytes = prefetch_bytes
+        self._newest = newest
+        self._renew = renew
+        self._catalog: Catalog | None = None
+        self._ahead: set[bytes] = set()  # chunks of later versions that were fetched early
+
+    async def catalog_of(self, manifest: Manifest) -> Catalog:
+        """The catalog of `manifest`, which is checked to fit it. Raises ManifestInvalid, and as `read_catalog`."""
+        catalog = self._catalog
+        if catalog is None or catalog.hash != manifest.catalog:
+            catalog = await in_thread(lambda _: read_catalog(self._log.store, manifest.catalog))
+            self._catalog = catalog
+        check_layout(manifest, catalog)
+        return catalog
+
+    async def read(self, version: int) -> Manifest | None:
+        """The manifest of `version`, or None if there is none."""
+        return await in_thread(lambda _: self._log.read(version))
+
+    async def recover(self, newest: int | None) -> None:
+        """At start: find out what the engine holds, and finish an apply that was interrupted.
+
+        With nothing on the record it may still hold one of the versions on the path to `newest`.
+        """
+        await self.holder.recover(self.read, self.catalog_of)
+        if self.holder.held is not None or newest is None:
+            return
+        with suppress(ChainError, ObjectMissing, CorruptObject):  # following reports it
+            path = await in_thread(lambda _: find_plan(self._log, None, newest))
+            catalog = await self._check(path)
+            state = await self.holder.engine.state(catalog)
+            live = state.digests.astype("<u8").tobytes()
+            held = next((step for step in reversed(path.steps) if step.digests == live), None)
+            if held is not None:
+                await self.holder.adopt(held)
+
+    async def audit(self) -> None:
+        """Digest all live weights. Raises EngineDrift, with the engine held, if they are not those of the version."""
+        assert self._catalog is not None, "something was applied"
+        await self.holder.audit(self._catalog)
+
+    async def follow(self, target: int) -> AppliedVersion:
+        """Bring the engine to `target`, or to a newer version that appears meanwhile.
+
+        Tries other paths around what is missing or damaged. Raises the error of the first path when none is left;
+        then the engine serves what it held, or nothing if that was lost.
+        """
+        if self.holder.interrupted:
+            await self.holder.recover(self.read, self.catalog_of)
+        self._sweep()
+        course = _Course(target, self.holder.held)
+        while True:
+            plan = await self._plan(course)
+            if not plan.steps:  # an interrupted apply has just been finished
+                own = await in_thread(lambda _: self._log.read_required(course.target))
+                return self._applied(Plan((own,), 0, False), course)
+            try:
+                applied = await self._attempt(plan, course)
+            except _StepFailed as failed:
+                course.blamed = course.blamed or failed.cause
+                if failed.cause.action is not Action.RESEED:
+                    raise failed.cause from failed
+                course.unusable.add(failed.step.hash)
+            except DeltasyncError as error:
+                course.blamed = course.blamed or error
+                if not self.holder.interrupted and error.action is not Action.RESEED:
+                    raise
+                await self._reconsider(error, plan, course)
+            else:
+                if applied is not None:
+                    return applied
+                continue
+            self._report.metrics.retries.labels(course.blamed.kind).inc()
+
+    async def _attempt(self, plan: Plan, course: _Course) -> AppliedVersion | None:
+        """Take the path `plan`. Returns None, with nothing written, if a newer target was seen before the pause."""
+        prepared = await self._prepare(plan, course)
+        newer = await self._newest(course.target) if course.extensions < _EXTENSIONS else None
+        if newer is not None:
+            course.extensions += 1
+            course.target = newer
+            self._sweep()
+            return None
+        scattered = await self.holder.write(prepared)
+        self._spool.keep(self._ahead)
+        course.seconds |= {"scatter": scattered.write_seconds, "pause": scattered.pause_seconds}
+        course.changed = prepared.changed
+        for phase in ("scatter", "pause", "detect"):
+            self._report.phase(course.target, phase, course.seconds[phase])
+        self._report.metrics.written_elements.inc(prepared.staged.elements)
+        self._sweep()
+        return self._applied(plan, course)
+
+    def _applied(self, plan: Plan, course: _Course) -> AppliedVersion:
+        return AppliedVersion(
+            version=course.target,
+            manifests=plan.steps,
+            seconds=course.seconds,
+            nbytes=plan.nbytes,
+            changed=course.changed,
+            from_anchor=plan.from_anchor,
+            at=time.time(),
+        )
+
+    async def _plan(self, course: _Course) -> Plan:
+        """The cheapest path that is left. Raises the error that closed the first one if there is none."""
+        while True:
+            try:
+                return await in_thread(lambda _: self._find_plan(course))
+            except ForeignStream:
+                raise
+            except (ChainError, ObjectMissing) as error:
+                course.blamed = course.blamed or error
+                if course.start is None:
+                    raise course.blamed from error
+                course.start = None  # an anchor below what is held may still lead there
+
+    def _find_plan(self, course: _Course) -> Plan:
+        start = None if course.start is None else course.start.applied
+        return find_plan(self._log, start, course.target, course.unusable)
+
+    async def _prepare(self, plan: Plan, course: _Course) -> Prepared:
+        """Fetch, stage and verify; the engine goes on serving and nothing is written to it."""
+        catalog = await self._check(plan)
+        target = plan.steps[-1]
+        self._report.seen(target.version, plan.steps[0].created_at)
+        course.seconds.setdefault("detect", max(0.0, time.time() - target.created_at))
+        if plan.from_anchor:
+            self._report.needs(plan.steps[0].version)
+            await self._renew()
+        await self._timed(course, "fetch", self._fetch(plan, catalog), bytes=plan.nbytes)
+        crash_point("subscriber.after_fetch")
+        ahead = asyncio.create_task(self._prefetch(target))
+        try:
+            base = None if plan.from_anchor else course.start
+            path = self._staging / f"update-{target.version}-{uuid4().hex[:8]}"
+            staged = await self._timed(
+                course,
+                "stage",
+                in_thread(lambda check: stage(plan, catalog, base, self._spool, path, check)),
+            )
+            crash_point("subscriber.after_stage")
+            self._report.metrics.held_bytes.set(staged.nbytes)
+            return await self._timed(
+                course, "prepare", self.holder.engine.prepare(staged), elements=staged.elements
+            )
+        finally:
+            ahead.cancel()
+
+    async def _check(self, plan: Plan) -> Catalog:
+        catalog: Catalog | None = None
+        for step in plan.steps:
+            try:
+                catalog = await self.catalog_of(step)
+            except DeltasyncError as error:
+                raise _StepFailed(error, step) from error
+        assert catalog is not None, "a plan to a version that is not held has steps"
+        return catalog
+
+    async def _fetch(self, plan: Plan, catalog: Catalog) -> None:
+        refs = [chunk for step in plan.steps for chunk in step.chunks]
+        self._spool.keep({ref.hash for ref in refs} | self._ahead)
+        check_room(self._staging, self._spool.missing_bytes(refs) + staged_bytes(plan, catalog))
+        tasks = [
+            asyncio.create_task(self._fetch_one(ref, step, catalog))
+            for step in plan.steps
+            for ref in step.chunks
+        ]
+        try:
+            for task in asyncio.as_completed(tasks):
+                await task
+        finally:
+            for pending in tasks:
+                pending.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch_one(self, ref: ChunkRef, step: Manifest, catalog: Catalog) -> None:
+        async with self._slots:
+            try:
+                fetched = await in_thread(lambda _: self._spool.fetch(ref, catalog))
+            except DeltasyncError as error:
+                raise _StepFailed(error, step) from error
+        self._report.metrics.fetched_bytes.inc(fetched)
+
+    async def _prefetch(self, target: Manifest) -> None:
+        """Fetch chunks of the versions after `target` while it is being prepared, up to the configured size."""
+        with suppress(DeltasyncError):  # whatever is wrong is found again, and reported, when its turn comes
+            version, left = target.version + 1, self._prefetch_bytes
+            self._ahead = set()
+            while (manifest := await self.read(version)) is not None:
+                left -= manifest.nbytes
+                if left < 0 or manifest.catalog != target.catalog:
+                    return
+                catalog = await self.catalog_of(manifest)
+                for ref in manifest.chunks:
+                    self._ahead.add(ref.hash)
+                    await self._fetch_one(ref, manifest, catalog)
+                version += 1
+
+    async def _reconsider(self, error: DeltasyncError, plan: Plan, course: _Course) -> None:
+        """After a failure that no single step explains: what does the engine hold now, and what is left to try?
+
+        Raises `error` if trying again at once would be the same.
+        """
+        before = None if course.start is None else course.start.version
+        await self.holder.recover(self.read, self.catalog_of)
+        course.start = self.holder.held
+        if before != (None if course.start is None else course.start.version):
+            return
+        if not isinstance(error, VerificationFailed):
+            raise error
+        # Some step is wrong and nobody can say which: take the first one out, until a path holds.
+        course.unusable.add(plan.steps[0].hash)
+
+    def _sweep(self) -> None:
+        """Remove staged updates; none is needed once its apply is on the record."""
+        for path in self._staging.glob("update-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    async def _timed(self, course: _Course, name: str, work: Awaitable[T], **fields: object) -> T:
+        began = time.perf_counter()
+        result = await work
+        seconds = time.perf_counter() - began
+        course.seconds[name] = course.seconds.get(name, 0.0) + seconds
+        self._report.phase(course.target, name, seconds, **fields)
+        return result

@@ -1,0 +1,107 @@
+"""What this subscriber did to the engine, in one small file per boot id: written before and after each apply."""
+
+import fcntl
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from subscriber.disk import disk_errors
+from subscriber.errors import SubscriberBusy
+
+FORMAT: Final = 1
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRecord:
+    """A version that was applied and verified: root digest and manifest hash as hex."""
+
+    version: int
+    root: str
+    manifest_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyingRecord:
+    """An apply that may have begun to write: the staged update's directory and the hash of its index, as hex."""
+
+    version: int
+    staged: str
+    index_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`stream`: hex id. Both records None: what the engine holds is not known to be any version."""
+
+    stream: str
+    applied: AppliedRecord | None = None
+    applying: ApplyingRecord | None = None
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    format: int
+    boot_id: str
+    entry: Entry
+
+
+class Journal:
+    """The journal of one engine's life. One process at a time; the lock is held until `close`."""
+
+    def __init__(self, directory: Path, boot_id: str) -> None:
+        if not _NAME.fullmatch(boot_id):
+            raise ValueError(f"boot id {boot_id!r} cannot be a file name")
+        self._directory = directory
+        self._boot_id = boot_id
+        self._path = directory / f"journal-{boot_id}.json"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise SubscriberBusy(
+                f"another subscriber uses {directory}", hint="give each subscriber of a host its own `id`"
+            ) from error
+        for other in directory.glob("journal-*.json"):  # engines whose life has ended
+            if other != self._path:
+                other.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def read(self) -> Entry | None:
+        """The last entry, or None if there is none that can be read: then nothing is known."""
+        try:
+            wire = _Wire.model_validate_json(self._path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+        return wire.entry if wire.format == FORMAT and wire.boot_id == self._boot_id else None
+
+    def write(self, entry: Entry) -> None:
+        """Replace the entry atomically; durable on return. Raises StagingFull."""
+        data: dict[str, Any] = {"format": FORMAT, "boot_id": self._boot_id, "entry": asdict(entry)}
+        temporary = self._path.with_suffix(".tmp")
+        with disk_errors(self._directory):
+            with temporary.open("w") as file:
+                json.dump(data, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(self._path)
+            directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)

@@ -1,0 +1,250 @@
+"""What the subscriber tells people: one place that logs, counts and remembers for /status."""
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version as release_of
+from typing import Final, Literal
+
+from chunkstore.errors import Action, DeltasyncError
+from chunkstore.metrics import StoreMetrics
+from manifest.schema import Manifest
+from subscriber.metrics import Metrics
+from subscriber.status import MAX_REFUSED, ErrorStatus, RefusedVersion, SubscriberStatus
+
+log = logging.getLogger("deltasync.subscriber")
+
+TIMELINE: Final = 100  # versions remembered for the status page
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedVersion:
+    """One apply: the version reached and how.
+
+    `manifests`: the steps taken, the last one is the version's own. `seconds` by phase: detect, fetch, stage,
+    prepare, scatter, pause. `nbytes`: chunk bytes of the steps. `changed`: elements whose bits differ from before,
+    None where the old ones were not read. `from_anchor`: the first step was an anchor. `at`: Unix seconds.
+    """
+
+    version: int
+    manifests: tuple[Manifest, ...]
+    seconds: dict[str, float]
+    nbytes: int
+    changed: int | None
+    from_anchor: bool
+    at: float
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.manifests[-1]
+
+
+@dataclass(slots=True)
+class _State:
+    boot_id: str = ""
+    stream: str = ""
+    state: Literal["serving", "held", "stopped"] = "held"
+    reason: str | None = "no verified version has been loaded yet"
+    applied: int | None = None
+    root: str | None = None
+    applied_at: float | None = None
+    newest: int | None = None
+    behind_since: float | None = None
+    needs: int | None = None
+    last_error: ErrorStatus | None = None
+    refused: dict[int, RefusedVersion] = field(default_factory=dict)
+    timeline: deque[AppliedVersion] = field(default_factory=lambda: deque(maxlen=TIMELINE))
+
+
+class Report:
+    """Safe to use from any thread. `clock`: Unix seconds."""
+
+    def __init__(
+        self,
+        subscriber_id: str,
+        renew_seconds: float,
+        store: StoreMetrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._id = subscriber_id
+        self._renew_seconds = renew_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state = _State()
+        self.metrics = Metrics(store, self.lag)
+        self.metrics.applied_version.set(-1)
+        self.metrics.newest_version.set(-1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine serves a verified version."""
+        return self._state.state == "serving"
+
+    @property
+    def reason(self) -> str | None:
+        """Why the engine is not ready; None if it is."""
+        return self._state.reason
+
+    def lag(self) -> tuple[int, float]:
+        """Versions, and seconds since the oldest one of them was committed."""
+        with self._lock:
+            state = self._state
+            versions = (-1 if state.newest is None else state.newest) - (
+                -1 if state.applied is None else state.applied
+            )
+            if versions <= 0 or state.behind_since is None:
+                return 0, 0.0
+            return versions, max(0.0, self._clock() - state.behind_since)
+
+    def connected(self, boot_id: str, stream: str) -> None:
+        with self._lock:
+            self._state.boot_id, self._state.stream = boot_id, stream
+        event("connected", boot_id=boot_id, stream=stream)
+
+    def seen(self, version: int, since: float | None = None) -> None:
+        """`version` exists; `since`: when it was committed, Unix seconds."""
+        with self._lock:
+            state = self._state
+            state.newest = max(version, -1 if state.newest is None else state.newest)
+            if version > (-1 if state.applied is None else state.applied):
+                known = self._clock() if since is None else since
+                state.behind_since = min(known, known if state.behind_since is None else state.behind_since)
+        self.metrics.newest_version.set(version)
+
+    def needs(self, version: int | None) -> None:
+        """The lowest version whose objects will still be read."""
+        with self._lock:
+            self._state.needs = version
+
+    def phase(self, version: int, name: str, seconds: float, **fields: object) -> None:
+        """One line and one observation per version and phase."""
+        self.metrics.phase(name, seconds)
+        event("phase", version=version, phase=name, seconds=round(seconds, 6), **fields)
+
+    def serving(self, version: int, root: bytes) -> None:
+        """The engine serves `version`, verified."""
+        with self._lock:
+            state = self._state
+            state.state, state.reason = "serving", None
+            state.applied, state.root, state.needs = version, root.hex(), version
+            state.behind_since = None
+            state.applied_at = self._clock()
+            state.refused = {v: refusal for v, refusal in state.refused.items() if v > version}
+            refused = len(state.refused)
+        self.metrics.refused.set(refused)
+        self.metrics.applied_version.set(version)
+        self.metrics.ready.set(1)
+
+    def applied(self, applied: AppliedVersion) -> None:
+        """An apply was recorded."""
+        with self._lock:
+            self._state.timeline.append(applied)
+            self._state.last_error = None
+            self._state.refused.clear()
+        self.metrics.refused.set(0)
+        self.metrics.applies.inc()
+        self.metrics.versions.inc(len(applied.manifests))
+        self.metrics.changed_elements.inc(applied.changed or 0)
+        self.metrics.pause_seconds.observe(applied.seconds.get("pause", 0.0))
+        event(
+            "applied",
+            version=applied.version,
+            steps=len(applied.manifests),
+            from_anchor=applied.from_anchor,
+            bytes=applied.nbytes,
+            changed=applied.changed,
+        )
+
+    def held(self, reason: str) -> None:
+        """The engine serves nothing."""
+        with self._lock:
+            state = self._state
+            state.state, state.reason = "held", reason
+            state.applied = state.root = None
+        self.metrics.applied_version.set(-1)
+        self.metrics.ready.set(0)
+        event("held", logging.WARNING, reason=reason)
+
+    def stopped(self) -> None:
+        with self._lock:
+            self._state.state, self._state.reason = "stopped", "the subscriber was stopped"
+        self.metrics.ready.set(0)
+        event("stopped")
+
+    def failed(self, error: DeltasyncError, version: int | None = None, *, refuse: bool = False) -> None:
+        """`error` happened on the way to `version`; `refuse`: trying it again at once is useless."""
+        with self._lock:
+            self._state.last_error = ErrorStatus(
+                kind=error.kind, action=error.action, message=error.message[:4000], hint=error.hint[:4000],
+                at=self._clock(),
+            )  # fmt: skip
+            if refuse and version is not None:
+                self._state.refused[version] = RefusedVersion(
+                    version=version, kind=error.kind, message=error.message[:4000]
+                )
+                for old in sorted(self._state.refused)[:-MAX_REFUSED]:
+                    del self._state.refused[old]
+            refused = len(self._state.refused)
+        self.metrics.refused.set(refused)
+        self.metrics.errors.labels(error.kind).inc()
+        level = logging.WARNING if error.action is Action.RETRY else logging.ERROR
+        event(
+            "failed",
+            level,
+            version=version,
+            kind=error.kind,
+            action=error.action.value,
+            error=str(error),
+        )
+
+    def recovered(self) -> None:
+        """What failed last works again."""
+        with self._lock:
+            self._state.last_error = None
+
+    def status(self) -> SubscriberStatus:
+        """The status object as of now."""
+        with self._lock:
+            state = self._state
+            return SubscriberStatus(
+                id=self._id,
+                stream=state.stream,
+                boot_id=state.boot_id,
+                state=state.state,
+                reason=state.reason,
+                applied_version=state.applied,
+                applied_root=state.root,
+                applied_at=state.applied_at,
+                newest_version=state.newest,
+                needs_version=state.needs,
+                updated_at=self._clock(),
+                renew_seconds=self._renew_seconds,
+                last_error=state.last_error,
+                refused=[state.refused[v] for v in sorted(state.refused)],
+                host=socket.gethostname(),
+                release=release_of("deltasync"),
+            )
+
+    def timeline(self) -> list[AppliedVersion]:
+        """The last applies, oldest first."""
+        with self._lock:
+            return list(self._state.timeline)
+
+
+def event(name: str, level: int = logging.INFO, /, **fields: object) -> None:
+    """One log line: the event's name and `key=value` pairs."""
+    parts = [f"{key}={_quoted(value)}" for key, value in fields.items() if value is not None]
+    log.log(level, "%s", " ".join([name, *parts]))
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return (
+        text
+        if text and not any(c.isspace() or c in '"=' for c in text)
+        else '"' + text.replace('"', "'") + '"'
+    )

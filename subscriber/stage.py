@@ -1,0 +1,76 @@
+"""Turn the fetched chunks of a plan into one staged update: decode, merge per window, write down."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from chunkstore.codec import WINDOW, ChunkReader, Section
+from manifest.catalog import Catalog
+from manifest.merge import merge
+from manifest.plan import Plan
+from manifest.schema import ChunkRef
+from subscriber.disk import disk_errors
+from subscriber.spool import Spool
+from subscriber.staging import Held, StagedUpdate, StagingWriter
+from subscriber.threads import Check
+
+_OPEN_CHUNKS: Final = 256  # mapped at a time; one per version of the chain is needed to go through in order
+
+_Place = tuple[ChunkRef, int]
+
+
+def stage(
+    plan: Plan, catalog: Catalog, base: Held | None, spool: Spool, path: Path, check: Check
+) -> StagedUpdate:
+    """Write the update of `plan` into the new directory `path`.
+
+    All chunks of the plan are in `spool`. Memory: one window, whatever the number of versions. Raises StagedLost,
+    CorruptObject, StagingFull.
+    """
+    readers = _Readers(spool, catalog)
+    with disk_errors(path.parent), StagingWriter(path, catalog, base, plan.steps[-1]) as writer:
+        for (tensor, window), places in sorted(_by_window(plan).items(), key=lambda item: item[0]):
+            check()
+            writer.add(merge(catalog.tensors[tensor], tensor, window, readers.sections(places)))
+        return writer.finish()
+
+
+def staged_bytes(plan: Plan, catalog: Catalog) -> int:
+    """At most how large the staged values of `plan` become."""
+    total = 0
+    for section in (s for step in plan.steps for chunk in step.chunks for s in chunk.sections):
+        total += section.changed * (catalog.tensors[section.tensor].width + (0 if section.whole else 4))
+    return min(total, sum(t.numel * (t.width + 4) for t in catalog.tensors))
+
+
+def _by_window(plan: Plan) -> dict[tuple[int, int], list[_Place]]:
+    """Where the sections of each (tensor, window) lie, in version order."""
+    out: dict[tuple[int, int], list[_Place]] = defaultdict(list)
+    for step in plan.steps:
+        for chunk in step.chunks:
+            for number, section in enumerate(chunk.sections):
+                out[section.tensor, section.start // WINDOW].append((chunk, number))
+    return out
+
+
+class _Readers:
+    """The most recently used chunks, opened."""
+
+    def __init__(self, spool: Spool, catalog: Catalog) -> None:
+        self._spool = spool
+        self._catalog = catalog
+        self._open: OrderedDict[bytes, ChunkReader] = OrderedDict()
+
+    def sections(self, places: list[_Place]) -> Iterator[Section]:
+        for ref, number in places:
+            yield self._reader(ref).decode(number)
+
+    def _reader(self, ref: ChunkRef) -> ChunkReader:
+        reader = self._open.get(ref.hash)
+        if reader is None:
+            reader = self._open[ref.hash] = self._spool.open(ref, self._catalog)
+            if len(self._open) > _OPEN_CHUNKS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(ref.hash)
+        return reader

@@ -1,0 +1,102 @@
+"""Which live tensors of a module hold each canonical tensor of a catalog."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from manifest.catalog import Catalog
+from subscriber.errors import EngineMismatch, name_offenders
+from subscriber.torch_bits import DTYPES
+
+_COMPILED: Final = "_orig_mod"  # torch.compile keeps the module it wraps under this name
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """Canonical tensor `name`, and every separate piece of memory in the module that holds it.
+
+    One copy as a rule; more where the checkpoint ties names that the module keeps apart.
+    """
+
+    name: str
+    copies: tuple[torch.Tensor, ...]
+
+
+def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
+    """The module's parameters and persistent buffers in catalog order.
+
+    Wrapper prefixes (`module.`, `_orig_mod.`) are dropped because of what the wrapper is. Raises EngineMismatch naming
+    every tensor that is missing, surplus, of another dtype or shape, or that cannot be written in place.
+    """
+    live = dict(_walk(module, ""))
+    names: list[list[str]] = [[spec.name] for spec in catalog.tensors]
+    for alias, name in catalog.aliases.items():
+        names[catalog.ids[name]].append(alias)
+    problems: list[str] = []
+    out: list[LiveTensor] = []
+    owners: dict[tuple[torch.device, int], str] = {}
+    for spec, known_as in zip(catalog.tensors, names, strict=True):
+        found = [(name, live.pop(name)) for name in known_as if name in live]
+        if not found:
+            problems.append(f"{spec.name!r} is missing from the module")
+        copies: dict[tuple[torch.device, int], torch.Tensor] = {}
+        for name, tensor in found:
+            problem = _unfit(tensor, spec.dtype, spec.shape)
+            if problem:
+                problems.append(f"{name!r} {problem}")
+                continue
+            place = (tensor.device, tensor.data_ptr() if spec.numel else id(tensor))
+            if owners.setdefault(place, spec.name) != spec.name:
+                problems.append(
+                    f"{name!r} shares its memory with {owners[place]!r}, which the catalog keeps apart"
+                )
+            copies.setdefault(place, tensor)
+        out.append(LiveTensor(spec.name, tuple(copies.values())))
+    problems += [f"{name!r} is in the module but not in the catalog" for name in live]
+    if problems:
+        raise EngineMismatch(
+            f"the module does not fit the stream's catalog: {name_offenders(problems)}",
+            hint="build the module from the trained model's config, in its inference dtype",
+        )
+    return out
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    wrapped = _wrapped(module)
+    if wrapped is not None:
+        yield from _walk(wrapped, prefix)
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{name}.")
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return module._modules["module"]
+    return module._modules.get(_COMPILED)
+
+
+def _unfit(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
+    found = DTYPES.get(tensor.dtype, str(tensor.dtype))
+    if found != dtype:
+        return f"has dtype {found}, the catalog says {dtype}"
+    if tuple(tensor.shape) != shape:
+        return f"has shape {tuple(tensor.shape)}, the catalog says {shape}"
+    if type(tensor.data) is not torch.Tensor:
+        return f"is a {type(tensor.data).__name__}, which cannot be written element by element"
+    if tensor.device.type == "meta":
+        return "has no memory (meta device)"
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "is expanded: several elements share one place in memory"
+    return None

@@ -1,0 +1,125 @@
+"""What the subscriber's tests share: small streams, real modules made for them, and one look at all live bits."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from chunkstore.dtypes import BITS, Bits
+from chunkstore.open import StoreConfig
+from subscriber.config import SubscriberConfig
+from subscriber.daemon import Subscriber
+from subscriber.torch_bits import DTYPES
+from subscriber.torch_engine import TorchEngine
+from tests.support.streams import StreamBuilder, Tensor, Weights, random_weights
+
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+SHAPES = {
+    "embed.weight": (16, 8),
+    "layers.0.norm.weight": (8,),
+    "layers.0.w.weight": (8, 24),
+    "layers.1.w.weight": (24, 8),
+    "router.weight": (8, 4),
+    "router.bias": (4,),
+    "scale": (),
+    "empty": (0, 8),
+    "steps": (3,),
+}
+MIXED = {"router.weight": "F32", "router.bias": "F16", "steps": "I64"}
+
+TIMEOUT = 20.0
+"""Seconds that nothing here should ever need."""
+
+
+def small_weights(seed: int = 0) -> dict[str, Tensor]:
+    """bf16, fp16, fp32 and integer tensors, one without dimensions, one without elements."""
+    return random_weights(SHAPES, MIXED, seed=seed)
+
+
+def module_for(weights: Weights, aliases: Mapping[str, str] | None = None) -> nn.Module:
+    """A module of zeros with these names, dtypes and shapes; aliases share the parameter they name."""
+    root = nn.Module()
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        made[name] = torch.zeros(tensor.bits.shape, dtype=TORCH[tensor.dtype])
+        put_tensor(root, name, made[name])
+    for alias, name in (aliases or {}).items():
+        parent, leaf = _parent(root, alias)
+        parent.register_parameter(leaf, _find(root, name))
+    return root
+
+
+def put_tensor(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Give `root` a parameter, or a buffer if integers, of that dotted name."""
+    parent, leaf = _parent(root, name)
+    if tensor.dtype.is_floating_point:
+        parent.register_parameter(leaf, nn.Parameter(tensor))
+    else:
+        parent.register_buffer(leaf, tensor)
+
+
+def _parent(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    return root, leaf
+
+
+def _find(root: nn.Module, name: str) -> nn.Parameter:
+    return root.get_parameter(name)
+
+
+def live_bits(tensor: torch.Tensor) -> Bits:
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    host = tensor.detach().contiguous().view(kind).cpu().numpy()
+    return host.view(BITS[tensor.element_size()])
+
+
+def differing(module: nn.Module, weights: Weights) -> list[str]:
+    """Names whose live bits are not those of `weights`; empty means bit-identical."""
+    live = module.state_dict()
+    return [
+        name for name, tensor in weights.items() if not np.array_equal(live_bits(live[name]), tensor.bits)
+    ]
+
+
+def make_config(tmp_path: Path, builder: StreamBuilder, **changes: Any) -> SubscriberConfig:
+    fields: dict[str, Any] = {
+        "store": StoreConfig(url=builder.store.url.removeprefix("file://")),
+        "id": "worker",
+        "poll_interval": 0.02,
+        "state_dir": tmp_path / "state",
+        "http": None,
+    }
+    return SubscriberConfig(**(fields | changes))
+
+
+@contextmanager
+def running(subscriber: Subscriber) -> Iterator[Subscriber]:
+    """The subscriber on its own thread while the block runs."""
+    subscriber.start()
+    try:
+        yield subscriber
+    finally:
+        subscriber.stop()
+
+
+class Worker:
+    """A module, its engine and a subscriber that follows `builder`'s stream."""
+
+    def __init__(self, tmp_path: Path, builder: StreamBuilder, **changes: Any) -> None:
+        self.builder = builder
+        self.module = module_for(builder.weights[0], builder.aliases)
+        self.engine = TorchEngine(self.module, boot_id="boot")
+        self.subscriber = Subscriber(make_config(tmp_path, builder, **changes), self.engine)
+
+    def holds(self, version: int) -> bool:
+        """Whether the live bits are those of `version`."""
+        return not differing(self.module, self.builder.weights[version])
