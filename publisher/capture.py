@@ -141,15 +141,17 @@ class _Piece:
     def _alternatives(self, uncertain: Offsets) -> tuple[Offsets, Bits16]:
         """Other old bits that the `uncertain` elements may have had: (position in this piece, bits) pairs.
 
-        Either bound; and where the bounds straddle zero, both zeros, which the reconstruction cannot tell apart.
+        The neighbours of the guess, as far as they lie within the bounds; and where the bounds straddle zero, both
+        zeros: weights often start there, and nothing near zero survives in θ_t to tell.
         """
-        low, high = self.low[uncertain], self.high[uncertain]
-        zeros = uncertain[(low >= 0x8000) & (high < 0x8000)]
-        positive, negative = np.full(len(zeros), 0, np.uint16), np.full(len(zeros), 0x8000, np.uint16)
-        where = np.concatenate([uncertain, uncertain, zeros, zeros])
-        other = np.concatenate([low, high, positive, negative])
-        differs = other != self.old[where]
-        return where[differs], other[differs]
+        guess, low, high = (_sortable(bits[uncertain]) for bits in (self.old, self.low, self.high))
+        below, above = (guess > low) & (guess > 0), (guess < high) & (guess < 0xFFFF)
+        at_zero = (low < 0x8000) & (high >= 0x8000)
+        negative, positive = np.full_like(guess, 0x7FFF), np.full_like(guess, 0x8000)
+        where = np.concatenate([uncertain[below], uncertain[above], uncertain[at_zero], uncertain[at_zero]])
+        other = np.concatenate([guess[below] - 1, guess[above] + 1, negative[at_zero], positive[at_zero]])
+        differs = other != _sortable(self.old[where])
+        return where[differs], _sortable_inverse(other[differs])
 
 
 def element_weights(shard: Shard, offsets: Offsets) -> Terms:
@@ -162,3 +164,12 @@ def element_weights(shard: Shard, offsets: Offsets) -> Terms:
 
 def _difference(a: Bits16, b: Bits16) -> Terms:
     return a.astype(np.uint64) - b.astype(np.uint64)
+
+
+def _sortable(bits: Bits16) -> Bits16:
+    """16-bit floats as integers that sort as the numbers do: −0 directly below +0."""
+    return np.where(bits >= 0x8000, np.uint16(0xFFFF) - bits, bits + np.uint16(0x8000))
+
+
+def _sortable_inverse(order: Bits16) -> Bits16:
+    return np.where(order < 0x8000, np.uint16(0xFFFF) - order, order - np.uint16(0x8000))

@@ -1,6 +1,6 @@
 """Read torch's Adam-family optimizers: which parameters they step, with what state and hyper-parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,21 @@ def check_parameter(name: str, parameter: torch.Tensor, group: dict[str, Any]) -
         )
 
 
-def step_records(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, StepRecord]]:
-    """Every parameter with its state now. Call it in the step post-hook: schedulers rewrite lr right after."""
+def step_records(optimizer: Optimizer, wanted: Container[int]) -> Iterator[tuple[torch.Tensor, StepRecord]]:
+    """The parameters whose `id()` is `wanted`, with their state now.
+
+    Call it in the step post-hook: schedulers rewrite lr right after.
+    """
     for group in optimizer.param_groups:
-        hyper = hyper_of(group)
-        variance = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter) or {}
-            step = int(state["step"]) if "step" in state else 0
-            yield parameter, StepRecord(step, hyper, state.get("exp_avg"), state.get(variance))
+            if id(parameter) in wanted:
+                yield parameter, _record(group, optimizer.state.get(parameter) or {})
+
+
+def _record(group: dict[str, Any], state: dict[str, Any]) -> StepRecord:
+    variance = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+    step = int(state["step"]) if "step" in state else 0
+    return StepRecord(step, hyper_of(group), state.get("exp_avg"), state.get(variance))
 
 
 def hyper_of(group: dict[str, Any]) -> Hyper:

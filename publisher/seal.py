@@ -130,7 +130,9 @@ def _cut(
         offsets = offsets[:0]
     for low, high, is_whole in _runs(whole, start, stop):
         if is_whole:
-            yield Section(shard.id, spec.dtype, low, high, None, _values(shard, bits[low - start : high - start]))
+            yield Section(
+                shard.id, spec.dtype, low, high, None, _values(shard, bits[low - start : high - start])
+            )
             continue
         first, last = np.searchsorted(offsets, [low - start, high - start])
         if first < last:

@@ -1,6 +1,5 @@
 """Decide what is watched and how: one shard per catalog tensor, each with its source of changes."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,20 +21,12 @@ _WIRE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @dataclass
 class Watched:
-    """The shards in catalog order, and the same by the `id()` of their live tensor."""
+    """The shards in catalog order, and those found by inversion by the `id()` of their live tensor."""
 
     model: nn.Module
     catalog: Catalog
     shards: tuple[Shard, ...]
-    by_parameter: dict[int, Shard]
-
-    @property
-    def sources(self) -> dict[str, int]:
-        """Elements watched by each source."""
-        counts: Counter[str] = Counter()
-        for shard in self.shards:
-            counts[shard.source] += shard.spec.numel
-        return dict(counts)
+    inverted: dict[int, Shard]
 
     def refresh(self) -> None:
         """Look the tensors up again: a buffer may have been replaced by assignment.
@@ -51,7 +42,7 @@ class Watched:
                     hint="a publisher follows one architecture; attach a new one, with a stream of its own",
                 )
             shard.tensor = tensor
-        self.by_parameter = _by_identity(self.shards)
+        self.inverted = _inverted(self.shards)
 
 
 def watch(
@@ -77,11 +68,11 @@ def watch(
         if id(tensor) in stepped and spec.sparse:
             source = _source(spec.name, tensor, stepped[id(tensor)], config)
         shards.append(Shard(number, spec, tensor, source))
+    watched = Watched(model, mapped.catalog, tuple(shards), _inverted(shards))
     for optimizer in optimizers:
-        for parameter, record in step_records(optimizer) if config.detect == "auto" else ():
-            if id(parameter) in names:
-                shards[mapped.catalog.ids[names[id(parameter)]]].step = record.step
-    return Watched(model, mapped.catalog, tuple(shards), _by_identity(shards))
+        for parameter, record in step_records(optimizer, watched.inverted):
+            watched.inverted[id(parameter)].step = record.step
+    return watched
 
 
 def _source(
@@ -110,5 +101,5 @@ def _stepped(optimizers: Sequence[Optimizer]) -> Mapping[int, tuple[Optimizer, d
     return found
 
 
-def _by_identity(shards: Sequence[Shard]) -> dict[int, Shard]:
-    return {id(shard.tensor): shard for shard in shards}
+def _inverted(shards: Sequence[Shard]) -> dict[int, Shard]:
+    return {id(shard.tensor): shard for shard in shards if shard.source is Source.INVERSION}

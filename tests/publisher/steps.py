@@ -46,7 +46,7 @@ class Trainee:
         self.capture()
 
     def capture(self) -> None:
-        for _, record in step_records(self.optimizer):
+        for _, record in step_records(self.optimizer, {id(self.parameter)}):
             capture_step(self.shard, record, self.stats)
 
     def found(self) -> dict[int, int]:
