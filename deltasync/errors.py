@@ -8,6 +8,7 @@ from chunkstore.errors import (
     Action,
     ConfigError,
     CorruptObject,
+    CredentialsExpired,
     DeltasyncError,
     FormatUnsupported,
     InvalidKey,
@@ -18,7 +19,34 @@ from chunkstore.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
-from manifest.errors import ChainError, CommitUnknown, Fenced, ForeignStream, ManifestInvalid
+from deltasync.demo.errors import (
+    DemoFailed,
+)
+from manifest.errors import (
+    ChainError,
+    CommitUnknown,
+    Fenced,
+    ForeignStream,
+    LocalDiskError,
+    ManifestInvalid,
+)
+from publisher.errors import (
+    MappingMismatch,
+    OptimizerRefused,
+    PublisherStopped,
+)
+from subscriber.errors import (
+    EngineChanged,
+    EngineDrift,
+    EngineFailed,
+    EngineMismatch,
+    EngineNotReady,
+    StagedLost,
+    StagingFull,
+    SubscriberBusy,
+    SubscriberError,
+    VerificationFailed,
+)
 
 __all__ = [
     "AccessDenied",
@@ -27,16 +55,32 @@ __all__ = [
     "CommitUnknown",
     "ConfigError",
     "CorruptObject",
+    "CredentialsExpired",
     "DeltasyncError",
+    "DemoFailed",
+    "EngineChanged",
+    "EngineDrift",
+    "EngineFailed",
+    "EngineMismatch",
+    "EngineNotReady",
     "Fenced",
     "ForeignStream",
     "FormatUnsupported",
     "InvalidKey",
     "LimitExceeded",
+    "LocalDiskError",
     "ManifestInvalid",
+    "MappingMismatch",
     "ObjectMissing",
+    "OptimizerRefused",
+    "PublisherStopped",
+    "StagedLost",
+    "StagingFull",
     "StoreError",
     "StoreFull",
     "StoreUnavailable",
     "StoreUnsuitable",
+    "SubscriberBusy",
+    "SubscriberError",
+    "VerificationFailed",
 ]

@@ -65,7 +65,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Aligned columns under the keys of the first row; None as `-`. Empty for no rows."""
     if not rows:
         return ""
-    cells = [list(rows[0])] + [["-" if value is None else str(value) for value in row.values()] for row in rows]
+    cells = [list(rows[0])] + [
+        ["-" if value is None else str(value) for value in row.values()] for row in rows
+    ]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
 

@@ -13,7 +13,9 @@ from chunkstore.errors import ConfigError
 
 def log_to_stderr(level: str) -> None:
     """One line per record on stderr: UTC time with milliseconds, level, logger, message. `level`: debug, info …"""
-    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
     formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)

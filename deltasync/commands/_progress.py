@@ -13,6 +13,7 @@ class Transfer(StoreMetrics):
 
     def __init__(self) -> None:
         super().__init__()
+        self.shown = False
         self.advance: Callable[[int], None] = lambda _: None
         self.expect: Callable[[int], None] = lambda _: None
         """Say how many bytes will be read in all, once that is known."""
@@ -32,11 +33,19 @@ def transfer(title: str) -> Iterator[Transfer]:
         yield counted
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
+        counted.shown = True
         counted.advance = lambda nbytes: bar.advance(task, nbytes)
         counted.expect = lambda nbytes: bar.update(task, total=nbytes)
         yield counted

@@ -57,7 +57,10 @@ def detect_kind(path: Path) -> Kind:
 
     keys = set(load_config(path, AnyKeys).model_extra or {})
     publishers, subscribers = set(PublisherConfig.model_fields), set(SubscriberConfig.model_fields)
-    of_publisher, of_subscriber = sorted(keys & publishers - subscribers), sorted(keys & subscribers - publishers)
+    of_publisher, of_subscriber = (
+        sorted(keys & publishers - subscribers),
+        sorted(keys & subscribers - publishers),
+    )
     if bool(of_publisher) == bool(of_subscriber):
         found = (
             f"it has keys of both: {', '.join(of_publisher)} and {', '.join(of_subscriber)}"

@@ -19,7 +19,9 @@ def register(commands: Commands) -> None:
     )
     add_store_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--max-lag", type=int, metavar="VERSIONS", help="fail if a subscriber is further behind")
+    parser.add_argument(
+        "--max-lag", type=int, metavar="VERSIONS", help="fail if a subscriber is further behind"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,7 +51,10 @@ def _lines(seen: "Overview") -> list[str]:
     lines += ["", table(_subscriber_rows(seen)) if seen.subscribers else "no subscribers have reported yet"]
     for row in seen.subscribers:
         lines += [f"{row.status.id}: {row.status.reason}"] if row.status.reason else []
-        lines += [f"{row.status.id} refuses version {r.version}: error[{r.kind}]: {r.message}" for r in row.status.refused]
+        lines += [
+            f"{row.status.id} refuses version {r.version}: error[{r.kind}]: {r.message}"
+            for r in row.status.refused
+        ]
     lines += [f"{key} is no status object" for key in seen.unreadable]
     return lines
 

@@ -17,10 +17,15 @@ def register(commands: Commands) -> None:
         description="Write a version as safetensors files that transformers loads. DIR appears whole or not at all.",
     )
     add_store_options(parser)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a folder that does not exist yet, or is empty")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="a folder that does not exist yet, or is empty"
+    )
     parser.add_argument("--version", type=int, metavar="V", help="default: the newest")
     parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="checkpoint folder to copy config.json and the tokenizer from"
+        "--config",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint folder to copy config.json and the tokenizer from",
     )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     parser.set_defaults(run=run)
@@ -36,13 +41,16 @@ def run(args: argparse.Namespace) -> int:
         store = store_of(args, reading)
         log = VersionLog(store, open_stream(store))
         version = _newest(log) if args.version is None else args.version
-        reading.expect(find_plan(log, None, version).nbytes)
+        if reading.shown:
+            reading.expect(find_plan(log, None, version).nbytes)
         done = export_checkpoint(store, version, args.directory, config_dir=args.config)
     if args.json:
         fields = {"version": done.version, "root": done.root, "directory": str(done.directory)}
         print_json(fields | {"files": done.files, "nbytes": done.nbytes})
     else:
-        print(f"version {done.version}: {human_bytes(done.nbytes)} of tensors in {done.directory}, all digests verified")
+        print(
+            f"version {done.version}: {human_bytes(done.nbytes)} of tensors in {done.directory}, all digests verified"
+        )
     return 0
 
 
@@ -51,5 +59,7 @@ def _newest(log: "VersionLog") -> int:
 
     newest = log.newest()
     if newest is None:
-        raise ObjectMissing(f"{log.store.url} has no version yet", hint="wait for the publisher's first anchor")
+        raise ObjectMissing(
+            f"{log.store.url} has no version yet", hint="wait for the publisher's first anchor"
+        )
     return newest.version

@@ -22,7 +22,9 @@ def register(commands: Commands) -> None:
         help="keep an engine at a stream's newest version",
         description="Follow the stream of a subscriber.yaml until SIGTERM or Ctrl-C, which stop it cleanly.",
     )
-    run_parser.add_argument("-c", "--config", type=Path, required=True, metavar="FILE", help="subscriber.yaml")
+    run_parser.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE", help="subscriber.yaml"
+    )
     run_parser.add_argument("--until-version", type=int, metavar="V", help="end once this version is applied")
     run_parser.add_argument("--once", action="store_true", help="catch up with what is there, then end")
     add_log_level(run_parser)
@@ -37,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
     log_to_stderr(args.log_level)
     config = load_config(args.config, SubscriberConfig)
-    subscriber = Subscriber(config, _engine(config, args.config))
-    asyncio.run(_run(subscriber, args.until_version, args.once))
+    engine = _engine(config, args.config)
+    asyncio.run(_run(Subscriber(config, engine), args.until_version, args.once))
     return 0
 
 
@@ -51,19 +53,24 @@ async def _run(subscriber: "Subscriber", until_version: int | None, once: bool) 
 
 def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
     """The engine that the config names. Raises ConfigError."""
-    from torch import nn
-
     from chunkstore.errors import ConfigError
     from deltasync.commands._daemon import load_function
-    from subscriber.torch_engine import TorchEngine
 
     if config.engine is None:
-        raise ConfigError(f"{path}: engine: is required to run a daemon", hint="name the engine and its factory")
-    factory = config.engine.factory
-    module = load_function(factory, f"{path}: engine.factory")()
+        raise ConfigError(
+            f"{path}: engine: is required to run a daemon", hint="name the engine and its factory"
+        )
+    factory = load_function(config.engine.factory, f"{path}: engine.factory")
+
+    from torch import nn
+
+    from subscriber.torch_engine import TorchEngine
+
+    module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            f"{path}: engine.factory: {factory!r} returned {type(module).__name__}, not a torch.nn.Module",
+            f"{path}: engine.factory: {config.engine.factory!r} returned {type(module).__name__}, "
+            "not a torch.nn.Module",
             hint="return the model that serves",
         )
     return TorchEngine(module)

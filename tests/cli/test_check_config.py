@@ -25,7 +25,9 @@ def file(tmp_path: Path) -> Path:
         ("store: {url: /data}\npoll_interval: 2\n", "subscriber"),
     ],
 )
-def test_the_keys_tell_whose_file_it_is(file: Path, text: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_keys_tell_whose_file_it_is(
+    file: Path, text: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file.write_text(text)
     assert main(["check-config", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}: ok, checked as a {kind}'s config\n"
@@ -49,7 +51,9 @@ def test_json_has_the_defaults(file: Path, capsys: pytest.CaptureFixture[str]) -
         ("engine: {factory: 'mine:build'}\n", "store: is required"),
     ],
 )
-def test_wrong_keys_are_named(file: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_keys_are_named(
+    file: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file.write_text(text)
     assert main(["check-config", str(file)]) == 1
     stderr = capsys.readouterr().err
@@ -58,7 +62,9 @@ def test_wrong_keys_are_named(file: Path, text: str, expected: str, capsys: pyte
 
 
 @pytest.mark.parametrize("text", ["store: {url: /data}\n", PUBLISHER + "engine: {factory: 'm:f'}\n", ""])
-def test_a_file_of_neither_or_both_needs_a_kind(file: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_neither_or_both_needs_a_kind(
+    file: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file.write_text(text)
     assert main(["check-config", str(file)]) == 1
     assert "cannot tell whether this is a publisher's or a subscriber's config" in capsys.readouterr().err

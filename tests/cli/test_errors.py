@@ -1,4 +1,4 @@
-"""Every error of the code base has a name, an action, a place in `deltasync.errors` and in the troubleshooting guide."""
+"""Every error of the code base has a name, an action, a place in `deltasync.errors` and in the guide."""
 
 import importlib
 import pkgutil
@@ -54,9 +54,13 @@ def test_every_error_says_what_its_handler_does() -> None:
 
 
 def test_every_error_is_public() -> None:
-    missing = [error.__name__ for error in ERRORS if getattr(deltasync.errors, error.__name__, None) is not error]
+    missing = [
+        error.__name__ for error in ERRORS if getattr(deltasync.errors, error.__name__, None) is not error
+    ]
     assert missing == []
-    assert sorted(deltasync.errors.__all__) == sorted({error.__name__ for error in ERRORS} | {"Action", "DeltasyncError"})
+    assert sorted(deltasync.errors.__all__) == sorted(
+        {error.__name__ for error in ERRORS} | {"Action", "DeltasyncError"}
+    )
 
 
 def test_every_kind_has_its_section_with_its_action() -> None:

@@ -12,10 +12,17 @@ from deltasync._siblings import SIBLINGS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def import_deltasync(pythonpath: list[Path], cwd: Path, statement: str = "import deltasync") -> tuple[int, str]:
+def import_deltasync(
+    pythonpath: list[Path], cwd: Path, statement: str = "import deltasync"
+) -> tuple[int, str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, pythonpath))}
     done = subprocess.run(
-        [sys.executable, "-c", statement], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", statement],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stderr
 

@@ -102,7 +102,9 @@ def test_a_status_object_that_does_not_parse_is_named(stream: StreamBuilder) -> 
     assert [row.status.id for row in seen.subscribers] == ["fine"]
 
 
-def test_text_and_json_say_the_same(stream: StreamBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_json_say_the_same(
+    stream: StreamBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report(stream, "late", 1)
     assert main(["status", str(tmp_path)]) == 0
     text = capsys.readouterr().out

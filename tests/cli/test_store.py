@@ -1,6 +1,9 @@
 """`deltasync store`: show, verify and export over real streams."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +55,9 @@ def test_show_lists_the_log(stream: StreamBuilder, url: str, capsys: pytest.Capt
     assert len(text.splitlines()) == 1 + 1 + 3
 
 
-def test_show_prints_a_manifest_in_full(stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_manifest_in_full(
+    stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = stream.manifests[2]
     assert main(["store", "show", url, "--version", "2", "--json"]) == 0
     seen = json_of(capsys)
@@ -66,7 +71,9 @@ def test_show_prints_a_manifest_in_full(stream: StreamBuilder, url: str, capsys:
     assert manifest.chunks[0].key in text
 
 
-def test_show_finds_the_alternate(stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_finds_the_alternate(
+    stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["store", "show", url, "--version", "1", "--alternate"]) == 1
     assert "version 1 has no alternate anchor" in capsys.readouterr().err
     alternate = stream.alternate(1)
@@ -117,3 +124,68 @@ def test_export_of_a_damaged_chunk_leaves_nothing(
     assert main(["store", "export", url, str(tmp_path / "out")]) == 1
     assert key in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_verify_of_a_sound_stream(
+    stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.alternate(1)
+    assert main(["store", "verify", url]) == 0
+    assert capsys.readouterr().out.startswith(f"ok: file://{url}: 3 versions, 1 alternate anchors, ")
+    assert main(["store", "verify", url, "--json"]) == 0
+    seen = json_of(capsys)
+    assert (seen["ok"], seen["newest"], seen["problems"], seen["unverified"]) == (True, 2, [], [])
+
+
+def test_verify_names_what_is_damaged(
+    stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = stream.manifests[1].chunks[0].key
+    data = bytearray(stream.store.get(key, limit=1 << 20))
+    data[-1] ^= 1
+    stream.store.put(key, data)
+    assert main(["store", "verify", url]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{key}: corrupt_object: ")
+    assert "not verified, for the problems above: versions 1, 2" in out
+    assert main(["store", "verify", url, "--json"]) == 1
+    seen = json_of(capsys)
+    assert seen["ok"] is False
+    assert seen["unverified"] == [1, 2]
+
+
+def test_verify_without_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("stream.msgpack: object_missing: ")
+
+
+@pytest.mark.parametrize("command", [["verify"], ["export"]], ids=" ".join)
+def test_a_terminal_gets_a_progress_bar(
+    stream: StreamBuilder, url: str, tmp_path: Path, command: list[str]
+) -> None:
+    arguments = [*command, url] + ([str(tmp_path / "out")] if command == ["export"] else [])
+    shown = run_on_a_terminal([sys.executable, "-m", "deltasync.cli", "store", *arguments])
+    assert command[0] in shown
+    assert "\x1b[" in shown
+
+
+def run_on_a_terminal(command: list[str]) -> str:
+    """What the command writes to stderr when that is a terminal."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 4096):
+                shown += piece
+        except OSError:
+            pass  # how a Linux terminal says that the other side has closed it
+        finally:
+            os.close(ours)
+        assert process.wait(60) == 0
+    return shown.decode()

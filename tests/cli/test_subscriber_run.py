@@ -1,0 +1,177 @@
+"""`deltasync subscriber run` as a process: it fills a model from a config's factory, reports, and stops cleanly."""
+
+import json
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+
+from chunkstore.posix import PosixStore
+from deltasync.cli import main
+from subscriber.status import SubscriberStatus
+from tests.support.streams import StreamBuilder, random_weights
+
+FACTORY = """
+import torch
+
+def build():
+    model = torch.nn.Linear(50, 40, dtype=torch.bfloat16)
+    return model
+
+def wrong():
+    return "a model"
+"""
+WAIT = 60.0
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> StreamBuilder:
+    """Versions 0 … 2 of the factory's model."""
+    shapes: dict[str, tuple[int, ...]] = {"weight": (40, 50), "bias": (40,)}
+    built = StreamBuilder(PosixStore(tmp_path / "store"), random_weights(shapes))
+    built.train(steps=2)
+    return built
+
+
+@pytest.fixture
+def config(stream: StreamBuilder, tmp_path: Path) -> Path:
+    (tmp_path / "my_rollout.py").write_text(FACTORY)
+    return write_config(tmp_path)
+
+
+def write_config(folder: Path, factory: str = "my_rollout:build") -> Path:
+    path = folder / "subscriber.yaml"
+    path.write_text(
+        f"store: {{url: '{folder / 'store'}'}}\nid: rollout-1\nstate_dir: {folder / 'state'}\npoll_interval: 0.1\n"
+        f"http: {{port: 0}}\nengine: {{factory: '{factory}'}}\n"
+    )
+    return path
+
+
+def command(config: Path, *more: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "deltasync.cli", "subscriber", "run", "-c", str(config), *more]
+
+
+def run(config: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(config, *more), cwd=config.parent, capture_output=True, text=True, check=False, timeout=WAIT
+    )
+
+
+class Daemon:
+    """A running daemon whose log lines can be waited for."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        assert process.stderr is not None
+        stderr = process.stderr
+        threading.Thread(target=lambda: [self.lines.put(line) for line in stderr], daemon=True).start()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first match in a line that has not been read yet. Raises queue.Empty after a minute of silence."""
+        while True:
+            match = re.search(pattern, self.lines.get(timeout=WAIT))
+            if match:
+                return match
+
+
+@contextmanager
+def daemon(config: Path) -> Iterator[Daemon]:
+    with subprocess.Popen(command(config), cwd=config.parent, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Daemon(process)
+        finally:
+            process.kill()
+
+
+def status_of(stream: StreamBuilder) -> SubscriberStatus:
+    return SubscriberStatus.model_validate_json(stream.store.get("subscribers/rollout-1.json", limit=1 << 20))
+
+
+def test_once_catches_up_and_ends(stream: StreamBuilder, config: Path) -> None:
+    done = run(config, "--once")
+    assert done.returncode == 0, done.stderr
+    seen = status_of(stream)
+    assert (seen.state, seen.applied_root) == ("stopped", stream.manifests[2].root.hex())
+    assert re.search(r"Z INFO deltasync\.subscriber applied version=2 ", done.stderr)
+
+
+def test_until_version_ends_there(stream: StreamBuilder, config: Path) -> None:
+    done = run(config, "--until-version", "1")
+    assert done.returncode == 0, done.stderr
+    version = status_of(stream).applied_version
+    assert version is not None
+    assert version >= 1
+
+
+def test_a_daemon_follows_until_it_is_told_to_stop(stream: StreamBuilder, config: Path) -> None:
+    with daemon(config) as running:
+        running.wait_for(r"applied version=2 ")
+        newest = stream.train().version
+        running.wait_for(rf"applied version={newest} ")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(WAIT) == 0
+    assert status_of(stream).state == "stopped"
+
+
+def test_health_and_status_are_served(stream: StreamBuilder, config: Path) -> None:
+    free = free_port()
+    config.write_text(config.read_text().replace("port: 0", f"port: {free}"))
+    with daemon(config) as running:
+        running.wait_for(r"applied version=2 ")
+        base = f"http://127.0.0.1:{free}"
+        assert urlopen(f"{base}/healthz", timeout=WAIT).status == 200
+        assert json.load(urlopen(f"{base}/status", timeout=WAIT))["applied_version"] == 2
+        with pytest.raises(HTTPError):
+            urlopen(f"{base}/nothing", timeout=WAIT)
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(WAIT) == 0
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("my_rollout:wrong", "engine.factory: 'my_rollout:wrong' returned str, not a torch.nn.Module"),
+        ("my_rollout:missing", "has no function 'missing'"),
+        ("not_there:build", "module 'not_there' cannot be imported"),
+    ],
+)
+def test_a_factory_that_cannot_be_used_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    factory: str,
+    message: str,
+) -> None:
+    (tmp_path / "my_rollout.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["subscriber", "run", "-c", str(write_config(tmp_path, factory)), "--once"]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error[config]: ")
+    assert message in stderr
+
+
+def test_an_engine_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "subscriber.yaml"
+    path.write_text(f"store: {{url: '{tmp_path / 'store'}'}}\n")
+    assert main(["subscriber", "run", "-c", str(path)]) == 1
+    assert "engine: is required to run a daemon" in capsys.readouterr().err
