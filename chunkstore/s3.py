@@ -125,9 +125,9 @@ class S3Store(Store):
         try:
             with self._errors("head", key):
                 response = self._client().head_object(Bucket=self._bucket, Key=self._name(key))
+                return ObjectInfo(key, response["ContentLength"], response["LastModified"].timestamp())
         except ObjectMissing:
             return None
-        return ObjectInfo(key, response["ContentLength"], response["LastModified"].timestamp())
 
     def put(self, key: str, data: Buffer) -> None:
         body = self._to_send("put", key, data)
@@ -215,6 +215,8 @@ class S3Store(Store):
             if isinstance(raised, (AccessDenied, CredentialsExpired)):
                 self._made = None
             raise raised from error
+        except KeyError as error:  # of the answer, where S3 promises the field
+            raise StoreUnavailable(f"{operation} {self.url}/{key}: the answer has no {error}") from error
 
     def _to_send(self, operation: str, key: str, data: Buffer) -> bytes:
         body = bytes(data)  # no copy of bytes; botocore takes no memoryview

@@ -72,18 +72,13 @@ def raw_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str],
 
 
 @pytest.fixture(params=[*KINDS, *(f"open-{kind}" for kind in KINDS)])
-def make_store(
+def store(
     request: pytest.FixtureRequest,
     raw_store: Callable[[str], Store],
     config_of: Callable[[str], StoreConfig],
-) -> Callable[[], Store]:
-    """Makes new, empty stores of one kind: bare, or as `open_store` wraps them in all decorators."""
+) -> Store:
+    """A new, empty store of every kind: bare, and as `open_store` wraps it in all decorators."""
     kind: str = request.param
     if kind.startswith("open-"):
-        return lambda: open_store(config_of(kind.removeprefix("open-")))
-    return lambda: raw_store(kind)
-
-
-@pytest.fixture
-def store(make_store: Callable[[], Store]) -> Store:
-    return make_store()
+        return open_store(config_of(kind.removeprefix("open-")))
+    return raw_store(kind)

@@ -16,7 +16,7 @@ from chunkstore.store import MAX_KEY, Buffer, Store
 from tests.support.race import race
 
 PROPERTY = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
 )
 REFUSED_KEYS = [
     "", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/.", ".tmp-1", "a/.hidden", "a b", "a\\b", "a\0b", "é",
@@ -26,6 +26,12 @@ REFUSED_KEYS = [
 # Few characters around "/" (0x2f) in ASCII order, so that names with and without a folder meet in every order.
 segments = st.text("-./0a", min_size=1, max_size=3).map(lambda text: "k" + text.replace("/", "_"))
 keys = st.lists(segments, min_size=1, max_size=3).map("/".join)
+
+
+def empty(store: Store) -> None:
+    """Between the examples of a property: making a new store each time is slow for S3."""
+    for info in list(store.list_after("")):
+        store.delete(info.key)
 
 
 def without_nesting(found: set[str]) -> list[str]:
@@ -140,12 +146,10 @@ def test_one_of_many_threads_creates_a_key(store: Store) -> None:
 
 
 @PROPERTY
-@given(st.sets(keys, max_size=9), st.data())
-def test_listing_is_the_sorted_keys_after(
-    make_store: Callable[[], Store], found: set[str], data: st.DataObject
-) -> None:
+@given(st.sets(keys, max_size=7), st.data())
+def test_listing_is_the_sorted_keys_after(store: Store, found: set[str], data: st.DataObject) -> None:
     """Ascending by full key, for every prefix and starting point, whether or not they are keys."""
-    store = make_store()
+    empty(store)
     held = without_nesting(found)
     for key in held:
         store.put(key, key.encode())
@@ -184,10 +188,8 @@ operations = st.lists(
 
 @PROPERTY
 @given(operations)
-def test_any_sequence_behaves_like_a_dict(
-    make_store: Callable[[], Store], steps: list[tuple[str, str]]
-) -> None:
-    store = make_store()
+def test_any_sequence_behaves_like_a_dict(store: Store, steps: list[tuple[str, str]]) -> None:
+    empty(store)
     model: dict[str, bytes] = {}
     for number, (operation, name) in enumerate(steps):
         key, data = f"d/{name}", bytes([number]) * number
@@ -208,10 +210,8 @@ def test_any_sequence_behaves_like_a_dict(
     assert [info.key for info in store.list_after("d/")] == sorted(model)
 
 
-@pytest.mark.parametrize("key", REFUSED_KEYS)
-def test_a_key_that_could_leave_the_prefix_is_refused(raw_store: Callable[[str], Store], key: str) -> None:
-    for kind in ("memory", "posix", "s3"):
-        store = raw_store(kind)
+def test_a_key_that_could_leave_the_prefix_is_refused(store: Store) -> None:
+    for key in REFUSED_KEYS:
         calls: list[Callable[[], object]] = [
             partial(store.get, key, limit=1),
             partial(store.get_range, key, 0, 1),
@@ -226,10 +226,10 @@ def test_a_key_that_could_leave_the_prefix_is_refused(raw_store: Callable[[str],
                 call()
 
 
-@pytest.mark.parametrize("prefix", ["/", "../", "..", "a//", "a/../", ".tmp-", "a b/"])
-def test_a_prefix_that_could_leave_the_store_is_refused(store: Store, prefix: str) -> None:
-    with pytest.raises(InvalidKey):
-        list(store.list_after(prefix))
+def test_a_prefix_that_could_leave_the_store_is_refused(store: Store) -> None:
+    for prefix in ("/", "../", "..", "a//", "a/../", ".tmp-", "a b/"):
+        with pytest.raises(InvalidKey):
+            list(store.list_after(prefix))
 
 
 def test_the_probe_accepts_it_and_leaves_nothing(store: Store) -> None:
