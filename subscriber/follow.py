@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from uuid import uuid4
 
 from chunkstore.crashpoints import crash_point
-from chunkstore.errors import Action, CorruptObject, DeltasyncError, ObjectMissing
+from chunkstore.errors import Action, DeltasyncError, ObjectMissing
 from manifest.catalog import Catalog
 from manifest.errors import ChainError, ForeignStream
 from manifest.history import find_plan
@@ -98,22 +98,26 @@ class Follower:
         """The manifest of `version`, or None if there is none."""
         return await in_thread(lambda _: self._log.read(version))
 
-    async def recover(self, newest: int | None) -> None:
+    async def recover(self, newest: int) -> None:
         """At start: find out what the engine holds, and finish an apply that was interrupted.
 
-        With nothing on the record it may still hold one of the versions on the path to `newest`.
+        With nothing on the record it may still hold one of the versions on the path to `newest`, -1 if there are none.
         """
         await self.holder.recover(self.read, self.catalog_of)
-        if self.holder.held is not None or newest is None:
+        if self.holder.held is not None or newest < 0:
             return
-        with suppress(ChainError, ObjectMissing, CorruptObject):  # following reports it
+        try:
             path = await in_thread(lambda _: find_plan(self._log, None, newest))
-            catalog = await self._check(path)
+            catalog = await self.catalog_of(path.steps[-1])
             state = await self.holder.engine.state(catalog)
             live = state.digests.astype("<u8").tobytes()
             held = next((step for step in reversed(path.steps) if step.digests == live), None)
             if held is not None:
+                await self.catalog_of(held)
                 await self.holder.adopt(held)
+        except DeltasyncError as error:
+            if error.action is Action.RETRY:
+                raise  # anything else is met again, and reported, on the way to `newest`
 
     async def audit(self) -> None:
         """Digest all live weights. Raises EngineDrift, with the engine held, if they are not those of the version."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from chunkstore.errors import Action, DeltasyncError
 from chunkstore.store import Store
+from manifest.errors import ForeignStream
 from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
@@ -49,8 +50,10 @@ class Session:
         self._wake = asyncio.Event()
         self._poller: Poller | None = None
         self._recovered = False
+        self._seen = -1  # the newest version that was ever visible
         self._lost = 0  # looks in a row that failed before there was anything to follow
         self._failure: _Failure | None = None
+        self._foreign = False  # the last failure was a manifest of another stream
         self._unaudited = 0  # versions since the last full digest
 
     async def run(self, until_version: int | None, once: bool) -> None:
@@ -66,6 +69,10 @@ class Session:
             follower = await self._connect(once)
             while True:
                 watch.start()
+                if self._foreign and follower.holder.held is None:
+                    # The stream's own record may have been damaged, or replaced, when it was read.
+                    self._foreign = self._recovered = False
+                    follower = await self._connect(once)
                 idle = await self._careful(follower, once)
                 held = follower.holder.held
                 if until_version is not None and held is not None and held.version >= until_version:
@@ -124,8 +131,8 @@ class Session:
     async def _round(self, follower: Follower, once: bool) -> bool:
         """Look once and follow what is new. Returns whether there was nothing to do."""
         if not self._recovered:
-            newest = await self._newest(-1)
-            await follower.recover(newest)
+            await self._newest(self._seen)
+            await follower.recover(self._seen)
             self._recovered = True
             await self._renew()
         held = follower.holder.held
@@ -137,12 +144,13 @@ class Session:
         except DeltasyncError as error:
             if once:
                 raise
+            self._foreign = isinstance(error, ForeignStream)
             tries = 1 if self._failure is None or self._failure.target != target else self._failure.tries + 1
             self._failure = _Failure(target, tries, time.monotonic() + self._backoff(tries))
             self._report.failed(error, target, refuse=error.action is not Action.RETRY)
             await self._renew()
             return True
-        self._failure = None
+        self._failure, self._foreign = None, False
         self._report.applied(applied)
         self._on_applied(applied)
         self._on_change(applied.version)
@@ -152,11 +160,10 @@ class Session:
 
     async def _target(self, held: int) -> int | None:
         """The version to go to now, if any: a newer one at once, one that failed when its time has come."""
+        newer = await self._newest(max(held, self._seen))
         failure = self._failure
-        if failure is None or failure.target <= held:
-            return await self._newest(held)
-        newer = await self._newest(failure.target)
-        return failure.target if newer is None and time.monotonic() >= failure.again else newer
+        waiting = newer is None and failure is not None and time.monotonic() < failure.again
+        return None if waiting or self._seen <= held else self._seen
 
     async def _newest(self, after: int) -> int | None:
         self._report.metrics.polls.inc()
@@ -164,6 +171,7 @@ class Session:
         assert poller is not None, "connected"
         newest = await in_thread(lambda _: poller.newest(after))
         if newest is not None:
+            self._seen = newest
             self._report.seen(newest)
         return newest
 

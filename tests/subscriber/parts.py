@@ -1,6 +1,8 @@
 """What the subscriber's tests share: small streams, real modules made for them, and one look at all live bits."""
 
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from torch import nn
 
 from chunkstore.dtypes import BITS, Bits
 from chunkstore.open import StoreConfig
+from manifest.keys import status_key
 from subscriber.config import SubscriberConfig
-from subscriber.daemon import Subscriber
+from subscriber.daemon import AppliedVersion, Subscriber
+from subscriber.status import MAX_STATUS_BYTES, SubscriberStatus
 from subscriber.torch_bits import DTYPES
 from subscriber.torch_engine import TorchEngine
 from tests.support.streams import StreamBuilder, Tensor, Weights, random_weights
@@ -111,6 +115,15 @@ def running(subscriber: Subscriber) -> Iterator[Subscriber]:
         subscriber.stop()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Return as soon as `condition` holds; fail if that takes longer than TIMEOUT."""
+    deadline = time.monotonic() + TIMEOUT
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        pause.wait(0.005)
+
+
 class Worker:
     """A module, its engine and a subscriber that follows `builder`'s stream."""
 
@@ -118,8 +131,31 @@ class Worker:
         self.builder = builder
         self.module = module_for(builder.weights[0], builder.aliases)
         self.engine = TorchEngine(self.module, boot_id="boot")
-        self.subscriber = Subscriber(make_config(tmp_path, builder, **changes), self.engine)
+        self.config = make_config(tmp_path, builder, **changes)
+        self.applied: list[AppliedVersion] = []
+        self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
+
+    def restart(self) -> None:
+        """A new subscriber process over the same live weights: nothing survives but them and the files."""
+        self.engine = TorchEngine(self.module, boot_id="boot")
+        self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
 
     def holds(self, version: int) -> bool:
         """Whether the live bits are those of `version`."""
         return not differing(self.module, self.builder.weights[version])
+
+    def status(self) -> SubscriberStatus:
+        """What the subscriber has published in the store."""
+        data = self.builder.store.get(status_key(self.config.id), limit=MAX_STATUS_BYTES)
+        return SubscriberStatus.model_validate_json(data)
+
+    def refused(self) -> list[int]:
+        """The versions it has published as refused."""
+        if self.builder.store.head(status_key(self.config.id)) is None:
+            return []
+        return [refusal.version for refusal in self.status().refused]
+
+    def reports(self, said: Callable[[str], bool]) -> bool:
+        """Whether the last error's message is as `said` wants it."""
+        error = self.subscriber.report.status().last_error
+        return error is not None and said(error.message)
