@@ -87,7 +87,10 @@ def export_checkpoint(
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory beside `directory` that takes its place if the body succeeds, and is removed if not."""
+    """A temporary directory beside `directory` that takes its place if the body succeeds, and is removed if not.
+
+    Raises LocalDiskError, also if the body raises OSError.
+    """
     temporary: Path | None = None
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -100,7 +103,6 @@ def _new_directory(directory: Path) -> Iterator[Path]:
         temporary.chmod(0o755)
         _sync(temporary)
         temporary.rename(directory)
-        temporary = None
         _sync(directory.parent)
     except OSError as error:
         raise LocalDiskError(

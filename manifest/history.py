@@ -22,14 +22,14 @@ def find_plan(
     manifests: dict[int, Manifest] = {}
     alternates: dict[int, Manifest] = {}
     problem: Exception | None = None
-    log.read_required(target)
+    newest = log.read_required(target)
     with_alternate = set(log.alternates())
     since = 0  # bytes of the versions read so far
     found: Plan | None = None
     enough = False
     for version in range(target, -1, -1):
         try:
-            manifest = log.read(version)
+            manifest = newest if version == target else log.read(version)
         except (ManifestInvalid, FormatUnsupported) as error:
             problem = error
             break

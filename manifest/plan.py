@@ -103,7 +103,10 @@ def plan(
             f"there is no verified path to version {target}"
             + (f" from version {applied.version}" if applied is not None else "")
             + ": "
-            + ("; ".join(filter(None, (doubt, obstacle))) or f"no anchor in versions {first} to {target}"),
+            + (
+                "; ".join(filter(None, (doubt, obstacle)))
+                or f"no usable anchor in versions {first} to {target}"
+            ),
             hint="nothing was changed; ask the publisher for an anchor",
         )
     return Plan(best[target].manifests(), best[target].nbytes, best[target].whole)

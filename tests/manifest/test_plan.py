@@ -15,6 +15,7 @@ from manifest.keys import alternate_key, manifest_key
 from manifest.log import StreamInfo, VersionLog
 from manifest.plan import Applied, Plan, plan
 from manifest.schema import Manifest
+from tests.support.faults import FaultStore
 from tests.support.manifests import STREAM_ID, altered, make_alternate, make_chain, make_manifest
 
 Log = dict[int, Manifest]
@@ -174,8 +175,13 @@ def test_what_is_held_must_be_what_the_log_says() -> None:
 
 
 def test_versions_never_go_down() -> None:
-    """FIELD_REPORTS: marin#1829. An older target is refused, not applied backwards."""
+    """FIELD_REPORTS: marin#1829. An older target is refused, not applied backwards; the train step decides nothing."""
     chain = make_chain(3)
+    restarted = make_manifest(3, altered(chain[2], train_step=900), base=chain[2], train_step=0)
+    assert versions(plan_of([*chain[:2], altered(chain[2], train_step=900), restarted], 3, chain[1])) == [
+        2,
+        3,
+    ]
     with pytest.raises(ChainError, match="never go down"):
         plan_of(chain, 1, chain[2])
 
@@ -303,26 +309,56 @@ def test_reading_back_from_the_target_finds_a_plan_whenever_there_is_one(
         check_steps(applied, target, found)
 
 
+def log_of(chain: list[Manifest]) -> VersionLog:
+    store = MemoryStore()
+    for m in chain:
+        store.put(manifest_key(m.version), m.data)
+    return VersionLog(store, StreamInfo(STREAM_ID))
+
+
 def test_reading_stops_where_the_deltas_outweigh_an_anchor() -> None:
-    """A reader far behind does not read the whole log."""
+    """A reader far behind does not read the whole log, one that is close reads past an anchor."""
     chain = make_chain(40)
     chain.append(make_manifest(40, chain[-1], nbytes=500))
     chain.append(make_manifest(41, chain[-1], base=chain[-1]))
-    store = MemoryStore()
-    for m in chain[30:]:
-        store.put(manifest_key(m.version), m.data)
-    store.put(manifest_key(29), b"never read")
-    log = VersionLog(store, StreamInfo(STREAM_ID))
+
+    def too_far(_: str, key: str) -> Exception | None:
+        return AssertionError(key) if key < manifest_key(38) else None
+
+    log = VersionLog(FaultStore(log_of(chain).store, before=too_far), StreamInfo(STREAM_ID))
     assert versions(find_plan(log, Applied(3, chain[3].root), 41)) == [40, 41]
     assert versions(find_plan(log, None, 41)) == [40, 41]
+    close = make_chain(6)
+    log = log_of(close)
+    log.put_alternate(make_alternate(close[5], nbytes=900))
+    assert versions(find_plan(log, Applied(2, close[2].root), 5)) == [3, 4, 5]
+
+
+def test_a_path_never_uses_what_cannot_be_had() -> None:
+    """FIELD_REPORTS: grail 9d3c9fa. Plan on the newest anchor that is complete, in whatever order they were stored."""
+    chain = make_chain(4)
+    chain.append(make_manifest(4, chain[3], nbytes=300))
+    chain.append(make_manifest(5, chain[4], base=chain[4]))
+    log = log_of(chain)
+    log.put_alternate(make_alternate(chain[3], nbytes=200))
+    assert versions(find_plan(log, None, 4)) == [4]
+    with pytest.raises(ChainError, match="no usable anchor"):
+        find_plan(log, None, 4, {chain[4].hash})  # nothing leads over an anchor that is lost
+    assert find_plan(log, None, 3).nbytes == 200
+    assert versions(find_plan(log, None, 3, {make_alternate(chain[3], nbytes=200).hash})) == [0, 1, 2, 3]
+    applied = Applied(1, chain[1].root)
+    assert versions(find_plan(log, Applied(0, chain[0].root), 3)) == [3]
+    log = log_of(chain)
+    assert versions(find_plan(log, applied, 3)) == [2, 3]
+    with pytest.raises(ChainError):
+        find_plan(log, applied, 3, {chain[2].hash})
+    log.put_alternate(make_alternate(chain[2], nbytes=2000))
+    assert find_plan(log, applied, 3, {chain[2].hash}).nbytes == 2100
 
 
 def test_a_manifest_that_cannot_be_read_is_named() -> None:
     chain = make_chain(4)
-    store = MemoryStore()
-    for m in chain:
-        store.put(manifest_key(m.version), m.data)
-    store.put(manifest_key(2), b"junk")
-    log = VersionLog(store, StreamInfo(STREAM_ID))
+    log = log_of(chain)
+    log.store.put(manifest_key(2), b"junk")
     with pytest.raises(ChainError, match=f"{manifest_key(2)} is not msgpack"):
         find_plan(log, Applied(1, chain[1].root), 3)
