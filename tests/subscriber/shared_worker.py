@@ -1,0 +1,56 @@
+"""A rollout process whose weights outlive it: a module in file-backed shared memory."""
+
+import asyncio
+import importlib
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkstore import crashpoints
+from chunkstore.dtypes import WIDTH
+from chunkstore.open import StoreConfig
+from subscriber.config import SubscriberConfig
+from subscriber.daemon import Subscriber
+from subscriber.torch_engine import TorchEngine
+from tests.subscriber.parts import TORCH, put_tensor
+
+BOOT_ID = "one-life"
+
+
+def shared_module(file: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> nn.Module:
+    """Tensors of these shapes, BF16 unless `dtypes` says otherwise, that lie in `file` one after the other."""
+    module = nn.Module()
+    sizes = {name: prod(shape) * WIDTH[dtypes.get(name, "BF16")] for name, shape in shapes.items()}
+    places = {name: (size + 63) // 64 * 64 for name, size in sizes.items()}
+    memory = torch.from_file(str(file), shared=True, size=sum(places.values()), dtype=torch.uint8)
+    start = 0
+    for name, shape in shapes.items():
+        kind = TORCH[dtypes.get(name, "BF16")]
+        put_tensor(module, name, memory[start : start + sizes[name]].view(kind).view(shape))
+        start += places[name]
+    return module
+
+
+def subscriber_for(options: dict[str, Any]) -> tuple[nn.Module, Subscriber]:
+    """`options`: `weights` (file), `store` and `state` (directories), `shapes`, `dtypes`."""
+    module = shared_module(Path(options["weights"]), options["shapes"], options["dtypes"])
+    config = SubscriberConfig(
+        store=StoreConfig(url=options["store"]),
+        id="worker",
+        poll_interval=0.02,
+        state_dir=Path(options["state"]),
+        http=None,
+    )
+    return module, Subscriber(config, TorchEngine(module, boot_id=BOOT_ID))
+
+
+def run_until_killed(options: dict[str, Any], point: str) -> None:
+    """Catch up with the stream in a process that dies at the crash point `point`."""
+    os.environ["DELTASYNC_CRASH_AT"] = point
+    importlib.reload(crashpoints)  # it reads the environment once
+    asyncio.run(subscriber_for(options)[1].run(once=True))

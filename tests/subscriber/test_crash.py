@@ -1,0 +1,117 @@
+"""kill −9 at every named point; the weights live on in shared memory, and a restart ends bit-identical."""
+
+import asyncio
+import multiprocessing
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkstore.posix import PosixStore
+from subscriber.daemon import Subscriber
+from tests.subscriber.parts import MIXED, SHAPES, differing, small_weights
+from tests.subscriber.shared_worker import run_until_killed, subscriber_for
+from tests.support.streams import StreamBuilder
+
+POINTS = (
+    "subscriber.after_fetch",
+    "subscriber.after_stage",
+    "subscriber.before_scatter",
+    "subscriber.mid_scatter",
+    "subscriber.mid_scatter:4",
+    "subscriber.before_record",
+    "subscriber.after_record",
+)
+HALF_WRITTEN = {"subscriber.mid_scatter", "subscriber.mid_scatter:4"}
+WRITTEN = {"subscriber.before_record", "subscriber.after_record"}
+
+
+# Processes forked from a server that has imported torch: as real as any other, and there at once.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.subscriber.shared_worker"])
+
+
+class World:
+    """A stream, a file with the live weights, and the subscriber's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.builder = StreamBuilder(PosixStore(folder / "store"), small_weights())
+        self.options: dict[str, Any] = {
+            "weights": str(folder / "weights"),
+            "store": str(folder / "store"),
+            "state": str(folder / "state"),
+            "shapes": SHAPES,
+            "dtypes": MIXED,
+        }
+
+    def run_and_die(self, point: str) -> None:
+        """One run in a process of its own that is killed at `point`."""
+        process = PROCESSES.Process(target=run_until_killed, args=(self.options, point))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+
+    def run(self) -> Subscriber:
+        """One run, here, until everything is caught up with."""
+        _, subscriber = subscriber_for(self.options)
+        asyncio.run(subscriber.run(once=True))
+        return subscriber
+
+    def holds(self, version: int) -> bool:
+        module, _ = subscriber_for(self.options)
+        return not differing(module, self.builder.weights[version])
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_while_applying_a_chain_then_restarted(point: str, tmp_path: Path) -> None:
+    """FIELD_REPORTS: SkyRL#1902: every retry after a crash in the middle must heal, not alternate."""
+    world = World(tmp_path)
+    world.run()
+    assert world.holds(0)
+    world.builder.train(steps=3)
+    world.run_and_die(point)
+    assert world.holds(3) == (point in WRITTEN)
+    assert world.holds(0) == (point not in HALF_WRITTEN | WRITTEN)
+    world.run()
+    assert world.holds(3)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_half_written_and_the_staged_values_are_gone(again: bool, tmp_path: Path) -> None:
+    """Only an anchor can heal that; even a second crash in the middle of the repair does not matter."""
+    world = World(tmp_path)
+    world.run()
+    world.builder.train(steps=2)
+    world.run_and_die("subscriber.mid_scatter:3")
+    shutil.rmtree(tmp_path / "state" / "staging")
+    if again:
+        world.run_and_die("subscriber.mid_scatter:2")
+        assert not any(world.holds(version) for version in range(3))
+    subscriber = world.run()
+    assert world.holds(2)
+    (applied,) = subscriber.report.timeline() or [None]
+    assert (applied is None) == again  # the staged values of the repair itself are still there
+
+
+def test_a_staged_value_was_damaged_after_the_crash(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run()
+    world.builder.train()
+    world.run_and_die("subscriber.mid_scatter:3")
+    (values,) = (tmp_path / "state").glob("staging/worker/update-*/values.bin")
+    data = bytearray(values.read_bytes())
+    data[len(data) // 2] ^= 1
+    values.write_bytes(data)
+    subscriber = world.run()
+    assert world.holds(1)
+    assert subscriber.report.timeline()[0].from_anchor
+
+
+def test_killed_in_the_first_cold_start(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run_and_die("subscriber.mid_scatter:2")
+    world.run()
+    assert world.holds(0)
