@@ -132,9 +132,7 @@ def _decompress(frame: Buffer, size: int, where: str) -> bytes:
         declared = zstandard.get_frame_parameters(frame).content_size
         if declared != size:
             raise CorruptObject(f"{where}: a frame declares {declared} bytes, not {size}", hint=_HINT)
-        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        # raises unless the content has exactly the declared size
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptObject(f"{where}: a frame does not decompress: {error}", hint=_HINT) from error
-    if len(data) != size:
-        raise CorruptObject(f"{where}: a frame holds {len(data)} bytes, not {size}", hint=_HINT)
-    return data

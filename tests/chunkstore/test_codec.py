@@ -140,9 +140,9 @@ def test_sections_read_from_views() -> None:
     round_trip(Section(0, "BF16", 0, 100, None, values))
 
 
-@pytest.mark.parametrize("density", [0.002, 0.01, 0.05, 0.3])
-def test_size_is_close_to_the_entropy(density: float) -> None:
-    """Independent changes of real-looking weights: within 4 % of index entropy plus 11 bits per value."""
+@pytest.mark.parametrize(("density", "ratio"), [(0.002, 1.025), (0.01, 1.01), (0.05, 1.02), (0.3, 1.015)])
+def test_size_is_close_to_the_entropy(density: float, ratio: float) -> None:
+    """Independent changes of real-looking weights, against index entropy plus 11 bits per value."""
     rng = np.random.default_rng(2)
     offsets = np.flatnonzero(rng.random(WINDOW) < density).astype(np.uint32)
     weights = rng.normal(0, 0.02, len(offsets)).astype(np.float32)
@@ -150,7 +150,7 @@ def test_size_is_close_to_the_entropy(density: float) -> None:
     size = len(pack_chunk([encode_section(Section(0, "BF16", 0, WINDOW, offsets, values))]))
     p = density
     index = -(p * np.log2(p) + (1 - p) * np.log2(1 - p)) / p
-    assert size * 8 / len(offsets) < 1.04 * (index + 11)
+    assert size * 8 / len(offsets) < ratio * (index + 11)
 
 
 def test_clustered_changes_cost_almost_no_index() -> None:

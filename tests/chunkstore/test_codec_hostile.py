@@ -174,6 +174,30 @@ def test_other_files_are_not_chunks() -> None:
     refused(bytes(100), CorruptObject, "magic")
 
 
+def test_impossible_ranges_and_counts() -> None:
+    def whole(**fields: object) -> bytes:
+        return edited(lambda h: h["sections"][1].update(fields))
+
+    refused(whole(start=WINDOW - 25, stop=WINDOW + 25), CorruptObject, "crosses a multiple")
+    refused(whole(start=150, stop=100), CorruptObject, "empty or negative")
+    refused(whole(count=49), CorruptObject, "stores 49 of 50")
+    refused(whole(tensor=-1), CorruptObject, "not an unsigned integer")
+    refused(whole(start=True), CorruptObject, "not an unsigned integer")
+    refused(whole(dtype="Q4"), CorruptObject, "dtype 'Q4'")
+    refused(edited(lambda h: h["sections"][0].update(count=0)), CorruptObject, "stores 0 of 6000")
+    refused(
+        edited(lambda h: h["sections"][0].update(dtype="F32")),
+        CorruptObject,
+        "dtype 'F32' in encoding absolute",
+    )
+    refused(VALID[:40], CorruptObject, "ends inside the header")
+
+
+def test_unknown_keys_of_any_type() -> None:
+    for key in ("new", b"new"):
+        refused(edited(lambda h, k=key: h["sections"][0].update({k: 1})), CorruptObject, "has keys")  # type: ignore[misc]
+
+
 def test_declared_sizes_over_a_limit() -> None:
     refused(VALID[:12] + struct.pack("<I", MAX_HEADER + 1) + VALID[16:], LimitExceeded, "header")
     refused(edited(lambda h: h["sections"][1].update(count=WINDOW + 1)), LimitExceeded, "'count'")
@@ -270,6 +294,24 @@ def test_gaps_never_lead_out_of_the_range(r: int, high: list[int], escapes: list
         assert int(offsets[-1]) == position
     else:
         refused(data, CorruptObject, "chunk")
+
+
+def test_gaps_whose_sum_wraps_around_32_bits() -> None:
+    gap = (254 << 14) + 1
+    count = 1033
+    assert count * gap % (1 << 32) < WINDOW < gap * count
+    low = bytes(count + (count * 6 + 7) // 8)
+    refused(rice_section(14, low, bytes([254] * count), b"", WINDOW), CorruptObject, "beyond")
+
+
+def test_a_gap_that_is_shifted_out_of_32_bits() -> None:
+    extra = struct.pack("<I", 4096 - 255)
+    refused(rice_section(20, bytes(3), b"\xff", extra, WINDOW), CorruptObject, "beyond")
+
+
+def test_an_escape_that_wraps_around_32_bits() -> None:
+    extra = struct.pack("<I", (1 << 32) - 1)
+    refused(rice_section(0, b"", b"\xff", extra, 1000), CorruptObject, "beyond")
 
 
 def test_a_bomb_allocates_nothing() -> None:
