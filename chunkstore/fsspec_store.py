@@ -3,12 +3,12 @@
 Read-only because fsspec promises no put-if-absent: its exclusive creation asks first and writes afterwards.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NoReturn
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 
@@ -35,7 +35,8 @@ class FsspecStore(Store):
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        self._url = _without_secrets(url).rstrip("/")
+        self._url = _without_secrets(url)
+        self._secret = self._url != url.rstrip("/")
         try:
             self._files, root = fsspec.core.url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True, **options
@@ -123,11 +124,19 @@ class FsspecStore(Store):
         except (StoreError, LimitExceeded, CorruptObject):
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            if _unreachable(error.__cause__):
+                raise StoreUnavailable(f"{what}: {self._told(error.__cause__)}") from error
             raise ObjectMissing(f"{what}: there is no such object") from error
         except PermissionError as error:
-            raise AccessDenied(f"{what}: {error}", hint="check the credentials of this process") from error
+            raise AccessDenied(
+                f"{what}: {self._told(error)}", hint="check the credentials of this process"
+            ) from error
         except Exception as error:  # each file system raises what its client library raises
-            raise StoreUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+            raise StoreUnavailable(f"{what}: {self._told(error)}") from error
+
+    def _told(self, error: BaseException | None) -> str:
+        """What a message may say of `error`: libraries put the whole URL in theirs, with any credentials in it."""
+        return type(error).__name__ if self._secret else f"{type(error).__name__}: {error}"
 
     def _refuse(self, operation: str, key: str) -> NoReturn:
         raise StoreUnsuitable(
@@ -137,10 +146,10 @@ class FsspecStore(Store):
 
 
 def _object(key: str, info: dict[str, Any]) -> ObjectInfo | None:
-    return ObjectInfo(key, int(info["size"]), _modified(info)) if info["type"] == "file" else None
+    return ObjectInfo(key, int(info["size"]), modified(info)) if info["type"] == "file" else None
 
 
-def _modified(info: dict[str, Any]) -> float:
+def modified(info: dict[str, Any]) -> float:
     """Unix seconds; 0 where the file system tells no time."""
     value = next((info[name] for name in _MODIFIED if info.get(name) is not None), 0.0)
     if isinstance(value, str):
@@ -153,7 +162,15 @@ def _modified(info: dict[str, Any]) -> float:
     return float(value)
 
 
+def _unreachable(cause: BaseException | None) -> bool:
+    """Whether "not found" hides another failure. fsspec's HTTP file system says it of everything that goes wrong."""
+    if isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404:
+        return False
+    return isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp.")
+
+
 def _without_secrets(url: str) -> str:
     """`url` without user, password, query and fragment."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{re.split('[?#]', path)[0]}".rstrip("/")

@@ -9,6 +9,7 @@ checksum headers and trailers are refused, or stored as part of the object, by s
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
@@ -32,6 +33,17 @@ from chunkstore.store import Buffer, ObjectInfo, Store, check_key, check_prefix,
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
+
+_making = threading.Lock()
+
+
+def _unlock_in_child() -> None:
+    """A lock that another thread held during the fork would stay locked in the child for ever."""
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
 
 MAX_PUT: Final = 5 << 30
 """The most bytes S3 takes in one PutObject."""
@@ -192,18 +204,20 @@ class S3Store(Store):
         return self._base + check_key(key)
 
     def _client(self) -> "S3Client":
-        made = self._made
-        if made is None or made[0] != os.getpid():
-            # No lock: one held by another thread during a fork would stay locked in the child for ever. Threads that
-            # meet here make a client each; every one of them works.
-            try:
-                client = boto3.session.Session().client(
-                    "s3", endpoint_url=self._endpoint_url, region_name=self._region, config=self._config
-                )
-            except ValueError as error:
-                raise ConfigError(f"{self.url}: {error}", hint="check endpoint_url and region") from error
-            made = self._made = (os.getpid(), client)
-        return made[1]
+        with _making:
+            made = self._made
+            if made is None or made[0] != os.getpid():
+                made = self._made = (os.getpid(), self._new_client())
+            return made[1]
+
+    def _new_client(self) -> "S3Client":
+        try:
+            # A session of its own: the default one keeps the credentials it once found.
+            return boto3.session.Session().client(
+                "s3", endpoint_url=self._endpoint_url, region_name=self._region, config=self._config
+            )
+        except ValueError as error:
+            raise ConfigError(f"{self.url}: {error}", hint="check endpoint_url and region") from error
 
     @contextmanager
     def _errors(self, operation: str, key: str) -> Iterator[None]:

@@ -182,7 +182,7 @@ def test_listings_are_lazy_and_never_stale(store: Store) -> None:
 
 operations = st.lists(
     st.tuples(st.sampled_from(["put", "put_if_absent", "delete", "get", "head"]), st.sampled_from("abc")),
-    max_size=20,
+    max_size=12,
 )
 
 
