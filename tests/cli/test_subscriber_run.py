@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -74,8 +75,11 @@ class Daemon:
         self.process = process
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         assert process.stderr is not None
-        stderr = process.stderr
-        threading.Thread(target=lambda: [self.lines.put(line) for line in stderr], daemon=True).start()
+        threading.Thread(target=self._read, args=(process.stderr,), daemon=True).start()
+
+    def _read(self, stderr: IO[str]) -> None:
+        for line in stderr:
+            self.lines.put(line)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """The first match in a line that has not been read yet. Raises queue.Empty after a minute of silence."""
