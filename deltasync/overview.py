@@ -85,8 +85,7 @@ class Overview:
         fields = {name: getattr(self, name) for name in self.__slots__}
         fields["versions"] = [asdict(row) for row in self.versions]
         fields["subscribers"] = [
-            row.status.model_dump()
-            | {name: getattr(row, name) for name in row.__slots__ if name != "status"}
+            row.status.model_dump() | {name: getattr(row, name) for name in row.__slots__ if name != "status"}
             for row in self.subscribers
         ]
         return fields
@@ -100,7 +99,21 @@ def overview(store: Store, now: float) -> Overview:
     rows, unreadable = _subscribers(log, -1 if newest is None else newest.version, now)
     if newest is None:
         return Overview(
-            store.url, log.stream.id.hex(), None, None, None, 0, 0, 0, None, None, None, None, (), rows, unreadable
+            store.url,
+            log.stream.id.hex(),
+            None,
+            None,
+            None,
+            0,
+            0,
+            0,
+            None,
+            None,
+            None,
+            None,
+            (),
+            rows,
+            unreadable,
         )
     catalog = read_catalog(store, newest.catalog)
     cold_bytes, cold_steps, cold_anchor, problem = _cold_start(log, newest)
@@ -150,7 +163,9 @@ def _versions(log: VersionLog, newest: Manifest) -> Iterator[VersionRow]:
             )
 
 
-def _subscribers(log: VersionLog, newest: int, now: float) -> tuple[tuple[SubscriberRow, ...], tuple[str, ...]]:
+def _subscribers(
+    log: VersionLog, newest: int, now: float
+) -> tuple[tuple[SubscriberRow, ...], tuple[str, ...]]:
     rows, unreadable = [], []
     for info in log.store.list_after(SUBSCRIBERS):
         try:
