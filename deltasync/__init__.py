@@ -60,15 +60,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562)."""
-    try:
-        home = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module 'deltasync' has no attribute {name!r}") from None
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers know the names above, and should know no others
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name on first use (PEP 562)."""
+        try:
+            home = _HOME[name]
+        except KeyError:
+            raise AttributeError(f"module 'deltasync' has no attribute {name!r}") from None
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from chunkstore.open import StoreConfig, open_store
 from chunkstore.posix import PosixStore
 from deltasync.cli import main
+from deltasync.s3server import BUCKET, CREDENTIALS, EmbeddedS3Server
 from tests.support.streams import StreamBuilder, random_weights
 
 SHAPES = {"w": (40, 50), "b": (50,)}
@@ -189,3 +191,21 @@ def run_on_a_terminal(command: list[str]) -> str:
             os.close(ours)
         assert process.wait(60) == 0
     return shown.decode()
+
+
+def test_a_stream_in_s3_is_reached_by_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with EmbeddedS3Server() as server:
+        url = f"s3://{BUCKET}/run"
+        reach = ["--endpoint-url", server.url, "--path-style", "--region", "us-east-1"]
+        config = StoreConfig(url=url, endpoint_url=server.url, region="us-east-1", path_style=True)
+        built = StreamBuilder(open_store(config), random_weights(SHAPES))
+        built.train()
+        assert main(["status", url, *reach, "--json"]) == 0
+        assert json_of(capsys)["newest"] == 1
+        assert main(["store", "verify", url, *reach]) == 0
+        assert main(["store", "export", url, str(tmp_path / "out"), *reach]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
