@@ -260,12 +260,15 @@ class Follower:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch_one(self, ref: ChunkRef, step: Manifest, catalog: Catalog) -> None:
+        def fetch() -> None:
+            # Counted here: a fetch whose caller has gone is carried to its end as well.
+            self._report.metrics.fetched_bytes.inc(self._spool.fetch(ref, catalog))
+
         async with self._slots:
             try:
-                fetched = await in_thread(lambda _: self._spool.fetch(ref, catalog))
+                await in_thread(lambda _: fetch())
             except DeltasyncError as error:
                 raise _StepFailed(error, step) from error
-        self._report.metrics.fetched_bytes.inc(fetched)
 
     async def _prefetch(self, target: Manifest) -> None:
         """Fetch chunks of the versions after `target` while it is being prepared, up to the configured size."""

@@ -1,0 +1,96 @@
+"""Looking for versions: which requests are made, and how often."""
+
+import threading
+from pathlib import Path
+
+from chunkstore.memory import MemoryStore
+from chunkstore.metrics import MetricsStore, StoreMetrics
+from chunkstore.posix import PosixStore
+from manifest.log import VersionLog, open_stream
+from subscriber.poll import Poller, Watch
+from tests.subscriber.parts import TIMEOUT
+from tests.support.streams import StreamBuilder, random_weights
+
+WEIGHTS = random_weights({"w": (8,)})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(steps: int = 0) -> tuple[StreamBuilder, Poller, StoreMetrics, Clock]:
+    builder = StreamBuilder(MemoryStore(), WEIGHTS)
+    builder.train(steps=steps)
+    counts, clock = StoreMetrics(), Clock()
+    store = MetricsStore(builder.store, counts)
+    poller = Poller(VersionLog(store, open_stream(store)), 1.0, clock, lambda: 0.5)
+    return builder, poller, counts, clock
+
+
+def calls(counts: StoreMetrics, operation: str) -> int:
+    stats = counts.snapshot().get(operation)
+    return 0 if stats is None else stats.calls
+
+
+def test_no_news_costs_one_head() -> None:
+    _, poller, counts, _ = make()
+    assert poller.newest(-1) == 0
+    assert calls(counts, "list") == 1  # at start
+    for _ in range(5):
+        assert poller.newest(0) is None
+    assert (calls(counts, "head"), calls(counts, "list")) == (5, 1)
+
+
+def test_news_is_followed_and_many_versions_are_listed() -> None:
+    builder, poller, counts, _ = make()
+    poller.newest(-1)
+    builder.train(steps=2)
+    assert poller.newest(0) == 2
+    assert calls(counts, "list") == 1
+    builder.train(steps=40)
+    assert poller.newest(2) == 42
+    assert calls(counts, "list") == 2
+
+
+def test_a_gap_in_the_log_is_not_no_news() -> None:
+    """FIELD_REPORTS: prime-rl#3026, Megatron-Bridge#4865: a name that is not visible yet, or not any more."""
+    builder, poller, _, clock = make(steps=3)
+    poller.newest(-1)
+    builder.train(steps=2)
+    builder.store.delete("versions/" + f"{4:020d}")
+    assert poller.newest(3) is None
+    clock.now += 60
+    assert poller.newest(3) == 5
+
+
+def test_the_interval_grows_when_nothing_comes_and_shrinks_at_once() -> None:
+    builder, poller, _, _ = make()
+    poller.newest(-1)
+    assert poller.delay() == 1.0
+    for _ in range(100):
+        poller.newest(0)
+    assert poller.delay() == 4.0
+    builder.train()
+    poller.newest(0)
+    assert poller.delay() == 1.0
+
+
+def test_a_manifest_in_a_local_directory_wakes_the_loop(tmp_path: Path) -> None:
+    builder = StreamBuilder(PosixStore(tmp_path / "a stream"), WEIGHTS)
+    woken = threading.Event()
+    watch = Watch(builder.store.url, woken.set)
+    watch.start()
+    try:
+        builder.train()
+        assert woken.wait(TIMEOUT)
+    finally:
+        watch.stop()
+
+
+def test_nothing_to_watch_elsewhere() -> None:
+    watch = Watch("s3://bucket/prefix", lambda: None)
+    watch.start()
+    watch.stop()

@@ -1,0 +1,186 @@
+"""A stop at any moment: at once, or after the apply that has begun to write; never mixed and unrecorded."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkstore import memory
+from chunkstore.errors import ConfigError
+from chunkstore.memory import MemoryStore
+from chunkstore.store import Store
+from subscriber.config import EngineConfig
+from subscriber.daemon import Subscriber
+from subscriber.engine import Prepared, Scattered
+from subscriber.service import load_engine, serve
+from subscriber.staging import StagedUpdate
+from subscriber.threads import in_thread
+from subscriber.torch_engine import TorchEngine
+from tests.subscriber.parts import TIMEOUT, Worker, make_config, module_for, running, small_weights
+from tests.support.streams import StreamBuilder
+
+
+class Stuck:
+    """A place where a thread waits until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(TIMEOUT)
+
+
+class StuckEngine(TorchEngine):
+    """Stuck at the beginning of `where`, once an update to version 1 or later is at hand."""
+
+    def __init__(self, module: Any, where: str, stuck: Stuck) -> None:
+        super().__init__(module, boot_id="boot")
+        self.where, self.stuck = where, stuck
+
+    async def prepare(self, staged: StagedUpdate) -> Prepared:
+        if self.where == "prepare" and staged.target.version:
+            await in_thread(lambda _: self.stuck())
+        return await super().prepare(staged)
+
+    def _scatter(self, prepared: Prepared) -> Scattered:
+        if self.where == "scatter" and prepared.staged.target.version:
+            self.stuck()
+        return super()._scatter(prepared)
+
+
+class StuckStore(MemoryStore):
+    """Stuck in the first chunk of version 1: a network that says nothing."""
+
+    def __init__(self, name: str, stuck: Stuck) -> None:
+        super().__init__(name)
+        self.stuck = stuck
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        if key.startswith("chunks/" + f"{1:020d}"):
+            self.stuck()
+        return super().get(key, limit=limit)
+
+
+def elapsed(work: Callable[[], None]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def test_stop_does_not_wait_for_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = Stuck()
+    store: Store = StuckStore(str(tmp_path), stuck)
+    monkeypatch.setitem(memory._named, str(tmp_path), store)
+    builder = StreamBuilder(store, small_weights())
+    worker = Worker(tmp_path, builder)
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(0, TIMEOUT)
+        builder.train()
+        assert stuck.reached.wait(TIMEOUT)
+        assert elapsed(subscriber.stop) < TIMEOUT / 2
+    assert worker.holds(0)
+    stuck.go_on.set()
+    worker.restart()
+    asyncio.run(worker.subscriber.run(once=True))
+    assert worker.holds(1)
+
+
+@pytest.mark.parametrize("where", ["prepare", "scatter"])
+def test_an_apply_is_abandoned_before_its_first_write_and_completed_after_it(
+    where: str, tmp_path: Path
+) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+    stuck = Stuck()
+    worker.engine = StuckEngine(worker.module, where, stuck)
+    worker.subscriber = Subscriber(worker.config, worker.engine)
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(0, TIMEOUT)
+        builder.train()
+        assert stuck.reached.wait(TIMEOUT)
+        stopping = threading.Thread(target=subscriber.stop)
+        stopping.start()
+        if where == "prepare":
+            stopping.join(TIMEOUT)
+            stuck.go_on.set()
+        else:
+            stuck.go_on.set()
+            stopping.join(TIMEOUT)
+        assert not stopping.is_alive()
+    assert worker.holds(1 if where == "scatter" else 0)
+    assert worker.status().state == "stopped"
+    worker.restart()
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(1, TIMEOUT)
+    assert worker.holds(1)
+
+
+@pytest.mark.parametrize("milliseconds", [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30])
+def test_stopped_at_any_moment_the_engine_holds_a_whole_version(milliseconds: int, tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+    asyncio.run(worker.subscriber.run(once=True))
+    builder.train(steps=2)
+    worker.restart()
+    worker.subscriber.start()
+    threading.Event().wait(milliseconds / 1000)
+    worker.subscriber.stop()
+    assert any(worker.holds(version) for version in (0, 2))
+    worker.restart()
+    asyncio.run(worker.subscriber.run(once=True))
+    assert worker.holds(2)
+    assert not any(applied.from_anchor for applied in worker.applied[1:])
+
+
+def test_stop_before_start_and_twice(tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+    worker.subscriber.stop()
+    with running(worker.subscriber) as subscriber:
+        subscriber.stop()
+        with pytest.raises(TimeoutError, match="was stopped"):
+            subscriber.wait_for(0, TIMEOUT)
+
+
+def build_module() -> object:
+    """The factory that the configuration below names."""
+    return module_for(small_weights())
+
+
+def build_nothing() -> object:
+    return None
+
+
+def test_the_daemon_process_ends_on_sigterm(tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    engine = EngineConfig(factory=f"{__name__}:build_module")
+    config = make_config(tmp_path, builder, engine=engine)
+
+    def terminate() -> None:
+        key = f"subscribers/{config.id}.json"
+        while builder.store.head(key) is None:
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    killer = threading.Thread(target=terminate)
+    killer.start()
+    serve(config)
+    killer.join()
+
+
+@pytest.mark.parametrize(
+    "factory", ["nowhere_to_be_found:f", f"{__name__}:missing", f"{__name__}:build_nothing", None]
+)
+def test_a_wrong_factory_is_a_config_error(factory: str | None, tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    engine = None if factory is None else EngineConfig(factory=factory)
+    with pytest.raises(ConfigError, match="engine"):
+        load_engine(make_config(tmp_path, builder, engine=engine))
