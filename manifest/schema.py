@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from chunkstore.codec import WINDOW
+from chunkstore.codec import MAX_CHUNK, WINDOW
 from chunkstore.errors import FormatUnsupported, InvalidKey
 from chunkstore.store import check_key
 from manifest.catalog import MAX_TENSORS
@@ -19,7 +19,7 @@ from manifest.keys import CHUNKS, MAX_VERSION, chunk_prefix
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 64 << 20
-MAX_CHUNK_BYTES: Final = 128 << 20
+MAX_CHUNK_BYTES: Final = MAX_CHUNK
 
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Id = Annotated[bytes, Field(min_length=16, max_length=16)]
