@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from publisher.commit import PublishHandle as PublishHandle
     from publisher.config import PublisherConfig as PublisherConfig
     from publisher.publisher import Publisher as Publisher
+    from publisher.share import share_optimizer_state as share_optimizer_state
     from subscriber.config import SubscriberConfig as SubscriberConfig
     from subscriber.daemon import Subscriber as Subscriber
     from subscriber.engine import Engine as Engine
@@ -40,6 +41,7 @@ _HOME: Final = {
     "Subscriber": "subscriber.daemon",
     "SubscriberConfig": "subscriber.config",
     "TorchEngine": "subscriber.torch_engine",
+    "share_optimizer_state": "publisher.share",
 }
 """Public name → the module that defines it."""
 
@@ -57,6 +59,7 @@ __all__ = [
     "Subscriber",
     "SubscriberConfig",
     "TorchEngine",
+    "share_optimizer_state",
 ]
 
 

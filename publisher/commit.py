@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -33,6 +34,10 @@ class PublishHandle:
 
     def done(self) -> bool:
         return self._future.done()
+
+    def when_done(self, call: "Callable[[Future[Commit | None]], None]") -> None:
+        """Call `call` with the outcome as soon as it is known, on the thread that learns it."""
+        self._future.add_done_callback(call)
 
     def result(self, timeout: float | None = None) -> Commit | None:
         """The commit, or None if nothing had changed. Waits up to `timeout` seconds (TimeoutError).

@@ -33,6 +33,14 @@ class PublisherConfig(BaseModel):
     upload_memory_mb: int = Field(
         default=256, ge=64, description="sections waiting for upload; the trainer is held while it is used up"
     )
+    spool: Path | None = Field(
+        default=None,
+        description="folder in shared memory (/dev/shm/…) that trainer and `deltasync publisher run` both see; "
+        "without it, all work is done in the trainer",
+    )
+    capture_timeout: float = Field(
+        default=60.0, gt=0, description="seconds that the trainer waits for the publisher process at most"
+    )
     commit_deadline: float = Field(default=60.0, gt=0, description="seconds until a commit counts as unknown")
 
     @model_validator(mode="after")

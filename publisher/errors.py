@@ -3,10 +3,14 @@
 DeltasyncError
 ├── OptimizerRefused     an optimizer or parameter whose changes cannot be found as configured (fatal)
 ├── MappingMismatch      the model does not match the base checkpoint or the stream's catalog (fatal)
-└── PublisherStopped     publish() after close(), or after a fatal error that was already reported (fatal)
+├── PublisherStopped     publish() after close(), or after a fatal error that was already reported (fatal)
+├── SidecarUnavailable   the publisher process is not there, has died or does not answer; nothing is lost (retry)
+├── SidecarBusy          the publisher process still uploads the version before; nothing is lost (retry)
+├── CaptureLost          the weights moved while they were read, or it took too long; nothing is lost (retry)
+└── SpoolInvalid         a file or message in the spool that the other side cannot have meant (fatal)
 """
 
-from chunkstore.errors import DeltasyncError
+from chunkstore.errors import Action, DeltasyncError
 
 
 class OptimizerRefused(DeltasyncError):
@@ -19,3 +23,22 @@ class MappingMismatch(DeltasyncError):
 
 class PublisherStopped(DeltasyncError):
     kind = "publisher_stopped"
+
+
+class SidecarUnavailable(DeltasyncError):
+    kind = "sidecar_unavailable"
+    action = Action.RETRY
+
+
+class SidecarBusy(DeltasyncError):
+    kind = "sidecar_busy"
+    action = Action.RETRY
+
+
+class CaptureLost(DeltasyncError):
+    kind = "capture_lost"
+    action = Action.RETRY
+
+
+class SpoolInvalid(DeltasyncError):
+    kind = "spool_invalid"

@@ -82,7 +82,7 @@ def _check_against_files(
             problems.append(f"{name} is in the model but not in the files")
         elif spec.shape != tuple(tensor.shape):
             problems.append(f"{name} is {tuple(tensor.shape)} in the model, {spec.shape} in the files")
-        elif not _castable(tensor.dtype, spec.dtype):
+        elif not castable(tensor.dtype, spec.dtype):
             problems.append(f"{name} is {tensor.dtype} in the model, {spec.dtype} in the files")
     known = {name for names, _ in groups for name in names}
     problems += [
@@ -95,7 +95,7 @@ def _check_against_files(
         )
 
 
-def _castable(live: torch.dtype, wire: str) -> bool:
+def castable(live: torch.dtype, wire: str) -> bool:
     """Floats may be cast to the wire's float; anything else must already be it."""
     wanted = TORCH_DTYPES[wire]
     return live == wanted or (live.is_floating_point and wanted.is_floating_point)

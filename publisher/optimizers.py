@@ -1,6 +1,6 @@
 """Read torch's Adam-family optimizers: which parameters they step, with what state and hyper-parameters."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,12 @@ def step_records(optimizer: Optimizer, wanted: Container[int]) -> Iterator[tuple
 
 def _record(group: dict[str, Any], state: dict[str, Any]) -> StepRecord:
     variance = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-    step = int(state["step"]) if "step" in state else 0
-    return StepRecord(step, hyper_of(group), state.get("exp_avg"), state.get(variance))
+    return StepRecord(steps_taken(state), hyper_of(group), state.get("exp_avg"), state.get(variance))
+
+
+def steps_taken(state: Mapping[str, Any]) -> int:
+    """A parameter's step count, from its optimizer state; 0 before the first step."""
+    return int(state["step"]) if "step" in state else 0
 
 
 def hyper_of(group: dict[str, Any]) -> Hyper:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from chunkstore.config import load_config, parse_config
+from chunkstore.errors import ConfigError
 from chunkstore.open import open_store
 from chunkstore.store import Store
 from manifest.catalog import Catalog
@@ -16,8 +17,53 @@ from publisher.checkpoint import Checkpoint
 from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
 from publisher.optimizers import step_records
-from publisher.watch import Watched, watch
+from publisher.sidecar import SidecarFeed
+from publisher.watch import Watched, plan_watch, watch
 from publisher.writer import StreamWriter
+
+
+class Feed(Protocol):
+    """What a trainer's steps and publishes go to."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    def after_step(self, optimizer: Optimizer) -> None: ...
+
+    def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle: ...
+
+    def close(self) -> None: ...
+
+
+class LocalFeed:
+    """Everything in the trainer's own process."""
+
+    def __init__(self, writer: StreamWriter, watched: Watched) -> None:
+        self._writer = writer
+        self._watched = watched
+
+    @property
+    def version(self) -> int:
+        return self._writer.version
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._watched.catalog
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        inverted = self._watched.inverted
+        with torch.no_grad():
+            self._writer.capture((inverted[id(p)], record) for p, record in step_records(optimizer, inverted))
+
+    def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
+        self._watched.refresh()
+        return self._writer.publish(train_step, anchor=anchor)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class Publisher:
@@ -26,9 +72,8 @@ class Publisher:
     Not thread-safe: call `publish` from the thread that runs `optimizer.step()`.
     """
 
-    def __init__(self, writer: StreamWriter, watched: Watched, optimizers: Sequence[Optimizer]) -> None:
-        self._writer = writer
-        self._watched = watched
+    def __init__(self, feed: Feed, optimizers: Sequence[Optimizer]) -> None:
+        self._feed = feed
         self._hooks = [o.register_step_post_hook(self._after_step) for o in optimizers]
 
     @classmethod
@@ -45,27 +90,37 @@ class Publisher:
         On an empty stream this commits version 0, an anchor, and returns when it is durable. On an existing one it
         takes the stream over with an empty version; tensors that differ from the newest version go out whole with
         the next publish. Registers a step post-hook on each optimizer. `store`: use this one instead of opening
-        `config.store`.
+        `config.store`. With `spool` in the config all of it happens in the process `deltasync publisher run`, which
+        the optimizer state is shared with; the trainer waits for it up to `capture_timeout` seconds at a time.
 
-        Raises ConfigError, OptimizerRefused, MappingMismatch, Fenced, StoreError, CommitUnknown.
+        Raises ConfigError, OptimizerRefused, MappingMismatch, Fenced, StoreError, CommitUnknown; with a spool also
+        SidecarUnavailable, LocalDiskError.
         """
         settings = _settings(config)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         checkpoint = Checkpoint.open(settings.base_checkpoint) if settings.base_checkpoint else None
+        if settings.spool is not None:
+            if store is not None:
+                raise ConfigError(
+                    "a store was given, but with `spool` the publisher process opens the store itself",
+                    hint="name it as store.url in the config of both",
+                )
+            plan = plan_watch(model, optimizers, checkpoint, settings)
+            return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
         watched = watch(model, optimizers, checkpoint, settings)
         writer = StreamWriter(store or open_store(settings.store), settings, watched.catalog, watched.shards)
         writer.open(checkpoint)
-        return cls(writer, watched, optimizers)
+        return cls(LocalFeed(writer, watched), optimizers)
 
     @property
     def version(self) -> int:
         """The newest version known to be committed."""
-        return self._writer.version
+        return self._feed.version
 
     @property
     def catalog(self) -> Catalog:
         """The canonical tensors of this stream."""
-        return self._watched.catalog
+        return self._feed.catalog
 
     def publish(self, train_step: int | None = None, *, anchor: bool = False) -> PublishHandle:
         """Publish what has changed since the last version; call it after `optimizer.step()`, before the next.
@@ -73,17 +128,17 @@ class Publisher:
         Waits for the previous publish, then reads the weights once; encoding, upload and commit go on in the
         background. `anchor`: also store this version whole, so that new subscribers start from it.
         Raises what makes further publishing impossible: Fenced, PublisherStopped; CommitUnknown while the previous
-        outcome is still not known (nothing is lost: call again). Everything else arrives through the handle.
+        outcome is still not known (nothing is lost: call again). Everything else arrives through the handle; with a
+        spool also SidecarUnavailable, SidecarBusy and CaptureLost: the next publish carries the changes.
         """
-        self._watched.refresh()
-        return self._writer.publish(train_step, anchor=anchor)
+        return self._feed.publish(train_step, anchor=anchor)
 
     def close(self) -> None:
         """Wait for the last publish and detach from the optimizers. Raises CommitUnknown or Fenced as `publish`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._writer.close()
+        self._feed.close()
 
     def __enter__(self) -> Self:
         return self
@@ -92,9 +147,7 @@ class Publisher:
         self.close()
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        inverted = self._watched.inverted
-        with torch.no_grad():
-            self._writer.capture((inverted[id(p)], record) for p, record in step_records(optimizer, inverted))
+        self._feed.after_step(optimizer)
 
 
 def _settings(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:

@@ -80,6 +80,11 @@ class Shard:
         for at in range(start, end, PIECE):
             yield at, self.bits(flat[at : min(at + PIECE, end)])
 
+    def forget(self) -> None:
+        """Changes since the base are not known: what differs by digest goes whole, what does not has not changed."""
+        self.kept = self.changes.base.copy()
+        self.changes = ChangeSet.empty(self.kept)
+
     def digests(self) -> Digests:
         """Block digests of the current bits: one read of the tensor."""
         parts = [block_digests(self.coefficients, bits, start, BLOCK) for start, bits in self.pieces()]

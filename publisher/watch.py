@@ -13,10 +13,26 @@ from publisher.config import PublisherConfig
 from publisher.errors import MappingMismatch, OptimizerRefused
 from publisher.mapping import map_model
 from publisher.naming import canonical_tensors
-from publisher.optimizers import check_invertible, check_parameter, step_records
+from publisher.optimizers import check_invertible, check_parameter, steps_taken
 from publisher.shard import Shard, Source
 
 _WIRE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class WatchPlan:
+    """What to watch and how, in catalog order: live tensors, sources, and the steps each parameter has taken."""
+
+    catalog: Catalog
+    tensors: tuple[torch.Tensor, ...]
+    sources: tuple[Source, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def inverted(self) -> dict[int, int]:
+        """Catalog ids of the parameters found by inversion, by the `id()` of the live one."""
+        pairs = enumerate(zip(self.tensors, self.sources, strict=True))
+        return {id(tensor): i for i, (tensor, source) in pairs if source is Source.INVERSION}
 
 
 @dataclass
@@ -48,6 +64,27 @@ class Watched:
 def watch(
     model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint | None, config: PublisherConfig
 ) -> Watched:
+    """Plan, and read every tensor once for its digests. Raises what `plan_watch` raises."""
+    plan = plan_watch(model, optimizers, checkpoint, config)
+    shards = make_shards(plan.catalog, plan.tensors, plan.sources, plan.steps)
+    return Watched(model, plan.catalog, shards, _inverted(shards))
+
+
+def make_shards(
+    catalog: Catalog, tensors: Sequence[torch.Tensor], sources: Sequence[Source], steps: Sequence[int]
+) -> tuple[Shard, ...]:
+    """One shard per catalog tensor: live tensor, source and steps taken."""
+    shards = []
+    for number, (spec, tensor, source) in enumerate(zip(catalog.tensors, tensors, sources, strict=True)):
+        shard = Shard(number, spec, tensor, source)
+        shard.step = steps[number]
+        shards.append(shard)
+    return tuple(shards)
+
+
+def plan_watch(
+    model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint | None, config: PublisherConfig
+) -> WatchPlan:
     """Map the model and choose a source for every tensor.
 
     Raises MappingMismatch, and OptimizerRefused naming the parameter and the reason.
@@ -62,17 +99,15 @@ def watch(
             "no tensor of the model is in the optimizer: there would never be a change to publish",
             hint="attach the optimizer and the model that belong together",
         )
-    shards = []
-    for number, (spec, tensor) in enumerate(zip(mapped.catalog.tensors, mapped.tensors, strict=True)):
-        source = Source.DIGEST
+    sources, steps = [], []
+    for spec, tensor in zip(mapped.catalog.tensors, mapped.tensors, strict=True):
+        source, step = Source.DIGEST, 0
         if id(tensor) in stepped and spec.sparse:
             source = _source(spec.name, tensor, stepped[id(tensor)], config)
-        shards.append(Shard(number, spec, tensor, source))
-    watched = Watched(model, mapped.catalog, tuple(shards), _inverted(shards))
-    for optimizer in optimizers:
-        for parameter, record in step_records(optimizer, watched.inverted):
-            watched.inverted[id(parameter)].step = record.step
-    return watched
+            step = steps_taken(stepped[id(tensor)][0].state.get(tensor) or {})
+        sources.append(source)
+        steps.append(step)
+    return WatchPlan(mapped.catalog, mapped.tensors, tuple(sources), tuple(steps))
 
 
 def _source(

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from chunkstore.codec import Section
@@ -24,7 +24,7 @@ from publisher.capture import CaptureStats, capture_step
 from publisher.checkpoint import Checkpoint
 from publisher.commit import Attempt, PublishHandle
 from publisher.config import PublisherConfig
-from publisher.errors import PublisherStopped
+from publisher.errors import CaptureLost, PublisherStopped
 from publisher.mapping import verify_against_files
 from publisher.optimizers import StepRecord
 from publisher.seal import restore, sections, take, whole_sections
@@ -39,10 +39,17 @@ class StreamWriter:
     """The writing end of one stream, over shards whose changes it tracks. Not thread-safe.
 
     `open` first; then any number of `capture` and `publish`; `close` at the end.
+    `still`: called after every read of the weights, before what was read is used; raises CaptureLost if somebody may
+    have written them meanwhile.
     """
 
     def __init__(
-        self, store: Store, config: PublisherConfig, catalog: Catalog, shards: Sequence[Shard]
+        self,
+        store: Store,
+        config: PublisherConfig,
+        catalog: Catalog,
+        shards: Sequence[Shard],
+        still: Callable[[], None] = lambda: None,
     ) -> None:
         self.catalog = catalog
         self.shards = shards
@@ -51,6 +58,8 @@ class StreamWriter:
         self._stats = CaptureStats()
         self._capture_seconds = 0.0
         self._steps = 0
+        self._still = still
+        self._lost = False
         self._id = secrets.token_bytes(16)
         self._epoch = 1
         self._base: Manifest | None = None
@@ -87,12 +96,30 @@ class StreamWriter:
             raise
 
     def capture(self, records: Iterable[tuple[Shard, StepRecord]]) -> None:
-        """Account for one optimizer step, before anything else touches the weights or the optimizer's state."""
+        """Account for one optimizer step, before anything else touches the weights or the optimizer's state.
+
+        Raises CaptureLost if they were touched all the same; then track is lost.
+        """
         begin = time.perf_counter()
         for shard, record in records:
-            capture_step(shard, record, self._stats)
+            if self._lost:
+                shard.step = record.step  # nothing to compare with: the digests decide at publish
+            else:
+                capture_step(shard, record, self._stats)
+        try:
+            self._still()
+        except CaptureLost:
+            self.lose_track()
+            raise
         self._steps += 1
         self._capture_seconds += time.perf_counter() - begin
+
+    def lose_track(self, steps: int = 0) -> None:
+        """`steps` optimizer steps were not captured: the next version sends every block whole whose digest differs."""
+        self._lost = True
+        self._steps += steps
+        for shard in self.shards:
+            shard.forget()
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         """See `Publisher.publish`."""
@@ -162,8 +189,11 @@ class StreamWriter:
                 whole = Upload(self._store, version, attempt.anchor_attempt, self._uploads, budget)
                 for shard in self.shards:
                     _feed(whole, whole_sections(shard))
+            self._still()
         except BaseException as error:
             attempt.future.set_exception(error)
+            if isinstance(error, CaptureLost):
+                self.lose_track()
             if isinstance(error, DeltasyncError):
                 return  # the handle tells
             raise
@@ -180,7 +210,7 @@ class StreamWriter:
                 self._stats.unproved_blocks,
                 attempt.version,
             )
-        self._stats, self._capture_seconds, self._steps = CaptureStats(), 0.0, 0
+        self._stats, self._capture_seconds, self._steps, self._lost = CaptureStats(), 0.0, 0, False
         attempt.start(self._commits, changes, whole)
 
     def _seal(self, attempt: Attempt, shard: Shard) -> Iterable[Section]:
