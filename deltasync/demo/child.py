@@ -6,6 +6,7 @@ outlives the process that started it, however that one ends.
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -25,7 +26,11 @@ _LOG_TAIL: Final = 30
 _GRACE: Final = 10.0
 """Seconds a child has to end by itself."""
 
-_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning while idle would take the cores from the other processes
+}
 
 
 class Child:
@@ -132,7 +137,8 @@ def child_command(module: str) -> tuple[str, ...]:
 
 
 def claim_stdout() -> IO[str]:
-    """In a child: the pipe for replies. From now on everything else that prints goes to stderr, the log."""
+    """In a child: the pipe for replies. From now on everything else that prints or logs goes to stderr, the log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies

@@ -6,9 +6,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from chunkstore.errors import ConfigError
 from deltasync.demo.child import Child, Reply, child_command
 from deltasync.demo.compare import Comparison
-from deltasync.demo.model import copy_without_weights, prepare_model
+from deltasync.demo.model import copy_without_weights
 from deltasync.demo.rows import Row, all_identical
 from deltasync.demo.store import DemoStore, open_demo_store
 from deltasync.demo.table import Display, summary
@@ -30,17 +30,24 @@ _GROUP: Final = 6
 _WAIT: Final = 300.0
 """Seconds that any single request to a process may take."""
 
+_THREADS: Final = {"smollm2": {}, "tiny": {"OMP_NUM_THREADS": "1"}}
+"""Trainer and rollout worker take turns, so each may use every core; sharing out tiny tensors only loses time."""
+
 ROLLOUT: Final = child_command("rollout")
 
 
 @dataclass(frozen=True)
 class Demo:
-    """One run below folder `work`. `rollout`: the rollout worker's command, to which its options are added."""
+    """One run below folder `work`.
+
+    `environment`: variables for trainer and rollout worker. `rollout`: the latter's command, without its options.
+    """
 
     checkpoint: Path
     store: DemoStore
     versions: int
     work: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
     rollout: tuple[str, ...] = ROLLOUT
 
     def rows(self, display: Display) -> Iterator[Row]:
@@ -49,11 +56,11 @@ class Demo:
         copy_without_weights(self.checkpoint, folder)
         # As given, not as completed: options of s3 are refused for other stores.
         store = self.store.config.model_dump(mode="json", exclude_unset=True)
-        of_trainer = json.dumps({"checkpoint": str(self.checkpoint.resolve()), "store": store})
+        of_trainer = json.dumps({"checkpoint": str(self.checkpoint), "store": store})
         of_rollout = json.dumps({"folder": str(folder), "store": store})
         trainer_command = (*child_command("trainer"), of_trainer)
         rollout_command = (*self.rollout, of_rollout)
-        environment = self.store.environment
+        environment = {**self.store.environment, **self.environment}
         with (
             Child("trainer", trainer_command, logs / "trainer.log", environment) as trainer,
             Child("rollout", rollout_command, logs / "rollout.log", environment) as rollout,
@@ -105,18 +112,17 @@ def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> in
         work = stack.enter_context(_work_folder(args.keep))
         display = stack.enter_context(Display(console, f"deltasync demo: {args.model} through {args.store}"))
         display.stage(f"the model {args.model} is made ready (slow only the first time)")
-        checkpoint = prepare_model(args.model, CACHE)
+        checkpoint = _ready_model(args.model, work)
         store = stack.enter_context(open_demo_store(args.store, args.store_url, args.endpoint_url, work))
-        demo = Demo(checkpoint, store, args.versions, work, rollout)
+        demo = Demo(checkpoint, store, args.versions, work, _THREADS[args.model], rollout)
         rows: list[Row] = []
         for row in demo.rows(display):
             rows.append(row)
             display.add(row)
     ok = all_identical(rows, args.versions)
     seconds = time.monotonic() - begin
-    console.print(
-        summary(rows, ok=ok, seconds=seconds), style="bold green" if ok else "bold red", highlight=False
-    )
+    verdict = summary(rows, ok=ok, seconds=seconds)
+    console.print(verdict, style="bold green" if ok else "bold red", highlight=False, soft_wrap=True)
     if args.json:
         print(json.dumps(_document(args, rows, ok=ok, seconds=seconds), indent=2))
     return 0 if ok else 1
@@ -149,6 +155,15 @@ def _work_folder(keep: Path | None) -> Iterator[Path]:
                 raise ConfigError(f"--keep {keep} is not empty", hint="name a new or an empty folder")
         (work / "logs").mkdir()
         yield work
+
+
+def _ready_model(name: str, work: Path) -> Path:
+    """The model's checkpoint folder, made by a process of its own if it is not there yet."""
+    folder = CACHE.resolve() / name
+    if folder.exists():
+        return folder
+    with Child("model", child_command("model"), work / "logs" / "model.log") as maker:
+        return Path(maker.call("prepare", timeout=_WAIT, name=name, cache=str(folder.parent))["folder"])
 
 
 def _document(args: argparse.Namespace, rows: list[Row], *, ok: bool, seconds: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from deltasync.demo.child import claim_stdout, serve
 from deltasync.demo.errors import DemoFailed
 from deltasync.demo.task import ALPHABET
 
@@ -140,4 +141,12 @@ def _character_tokenizer() -> Any:
 
 
 _MAKERS: Final[dict[str, Callable[[Path], None]]] = {"smollm2": _make_smollm2, "tiny": _make_tiny}
-MODELS: Final = tuple(_MAKERS)
+
+
+def main() -> None:
+    """The process that makes a model ready: what transformers prints meanwhile belongs in a log."""
+    serve({"prepare": lambda name, cache: {"folder": str(prepare_model(name, Path(cache)))}}, claim_stdout())
+
+
+if __name__ == "__main__":
+    main()

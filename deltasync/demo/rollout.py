@@ -8,6 +8,7 @@ import deltasync
 from chunkstore.open import StoreConfig
 from deltasync.demo.child import Reply, claim_stdout, serve
 from deltasync.demo.compare import compare_with_file
+from deltasync.demo.errors import DemoFailed
 from deltasync.demo.model import build_empty, load_tokenizer
 from deltasync.demo.sampler import Sampler
 
@@ -33,9 +34,24 @@ class RolloutWorker:
         self._subscriber.start()
 
     def sync(self, version: int) -> Reply:
-        """Wait until the subscriber has applied `version`."""
-        self._subscriber.wait_for(version, _SYNC_TIMEOUT)
-        return {"seconds": self._applied[version].seconds}
+        """Wait until the subscriber has applied `version`. Phase `prepare` covers all that is done to fetched bytes
+        before the first write: decode, merge, gather old values, verify.
+        """
+        try:
+            self._subscriber.wait_for(version, _SYNC_TIMEOUT)
+        except TimeoutError as error:
+            raise DemoFailed(
+                str(error), hint="rollout.log says what the subscriber tried (--keep DIR)"
+            ) from error
+        seconds = self._applied[version].seconds
+        return {
+            "seconds": {
+                "detect": seconds["detect"],
+                "fetch": seconds["fetch"],
+                "prepare": seconds["stage"] + seconds["prepare"],
+                "scatter": seconds["scatter"],
+            }
+        }
 
     def generate(self, prompts: int, group: int, seed: int) -> Reply:
         """Completions with the weights that the engine serves."""

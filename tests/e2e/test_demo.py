@@ -60,6 +60,17 @@ main(Dying)
 """
 
 
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where demos run: the model that the first one makes below it is there for the others."""
+    return tmp_path_factory.mktemp("cwd")
+
+
+@pytest.fixture
+def inside(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cwd)
+
+
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -86,11 +97,11 @@ def check_document(result: dict[str, Any], versions: int) -> None:
 
 
 @pytest.mark.parametrize("store", ["posix", "s3"])
-def test_demo_ends_bit_identical(store: str, tmp_path: Path) -> None:
+def test_demo_ends_bit_identical(store: str, cwd: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     done = subprocess.run(
         [*DEMO, "--versions", "3", "--store", store, "--json", "--keep", str(kept)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=cwd, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     check_document(json.loads(done.stdout), versions=3)
@@ -100,9 +111,8 @@ def test_demo_ends_bit_identical(store: str, tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_the_rollout_fails_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    inside: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert run_demo(options("--versions", "1", "--json"), rollout=(sys.executable, "-c", FLIPS_A_BIT)) == 1
     captured = capsys.readouterr()
     result = json.loads(captured.out)
@@ -114,11 +124,8 @@ def test_a_flipped_bit_in_the_rollout_fails_the_demo(
     assert "NOT bit-identical" in captured.err
 
 
-def test_a_rollout_that_did_not_sync_fails_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollout_that_did_not_sync_fails_the_demo(inside: None, capsys: pytest.CaptureFixture[str]) -> None:
     """FIELD_REPORTS: rllm#622 (version stamped although nothing arrived)."""
-    monkeypatch.chdir(tmp_path)
     assert run_demo(options("--versions", "1"), rollout=(sys.executable, "-c", SYNCS_NOTHING)) == 1
     assert "bit-identical: NO" in capsys.readouterr().out
 
@@ -126,7 +133,6 @@ def test_a_rollout_that_did_not_sync_fails_the_demo(
 def test_a_dead_process_ends_the_demo_with_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     before = children(os.getpid())
     with pytest.raises(DemoFailed, match="the rollout process was killed by signal 9 during 'generate'"):
         run_demo(options("--versions", "1"), rollout=(sys.executable, "-c", DIES))
@@ -134,12 +140,14 @@ def test_a_dead_process_ends_the_demo_with_a_clear_error(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_demo_leaves_nothing_behind(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_nothing_behind(
+    number: signal.Signals, code: int, cwd: Path, tmp_path: Path
+) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
         [*DEMO, "--versions", "1000", "--store", "s3"],
-        cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
+        cwd=cwd, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         assert any(line.startswith("version 0") for line in demo.stdout)
