@@ -31,9 +31,8 @@ from subscriber.threads import in_thread
 
 T = TypeVar("T")
 
-_EXTENSIONS: Final = (
-    2  # times a catch-up may be extended to a newer version before the engine is paused for it
-)
+_EXTENSIONS: Final = 2
+"""How often a catch-up may be extended to a newer version before it is written."""
 
 
 @dataclass(slots=True)
@@ -59,7 +58,9 @@ class _StepFailed(Exception):
 
 
 class Follower:
-    """`newest(after)` looks for a version above `after`; `renew()` publishes the status object, which is the lease."""
+    """`look_ahead`: seconds between looks for versions to prefetch. `newest(after)` looks for a version above `after`;
+    `renew()` publishes the status object, which is the lease.
+    """
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Follower:
         *,
         fetch_concurrency: int,
         prefetch_bytes: int,
+        look_ahead: float,
         newest: Callable[[int], Awaitable[int | None]],
         renew: Callable[[], Awaitable[None]],
     ) -> None:
@@ -80,6 +82,7 @@ class Follower:
         self._spool = Spool(log.store, staging / "chunks")
         self._slots = asyncio.Semaphore(fetch_concurrency)
         self._prefetch_bytes = prefetch_bytes
+        self._look_ahead = look_ahead
         self._newest = newest
         self._renew = renew
         self._catalog: Catalog | None = None
@@ -271,11 +274,17 @@ class Follower:
                 raise _StepFailed(error, step) from error
 
     async def _prefetch(self, target: Manifest) -> None:
-        """Fetch chunks of the versions after `target` while it is being prepared, up to the configured size."""
-        with suppress(DeltasyncError):  # whatever is wrong is found again, and reported, when its turn comes
-            version, left = target.version + 1, self._prefetch_bytes
-            self._ahead = set()
-            while (manifest := await self.read(version)) is not None:
+        """Until cancelled, fetch chunks of the versions after `target` as they appear, up to the configured size."""
+        version, left = target.version + 1, self._prefetch_bytes
+        self._ahead = set()
+        with suppress(
+            DeltasyncError, _StepFailed
+        ):  # whatever is wrong is found again, and reported, when its turn comes
+            while True:
+                manifest = await self.read(version)
+                if manifest is None:
+                    await asyncio.sleep(self._look_ahead)
+                    continue
                 left -= manifest.nbytes
                 if left < 0 or manifest.catalog != target.catalog:
                     return

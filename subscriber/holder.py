@@ -60,11 +60,16 @@ class Holder:
         After an error `held` is None, the engine serves nothing, and `recover` decides.
         """
         work = asyncio.ensure_future(self._write(prepared))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await work
-            raise
+        cancelled = False
+        while not work.done():
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                cancelled = True
+        scattered = work.result()
+        if cancelled:
+            raise asyncio.CancelledError
+        return scattered
 
     async def _write(self, prepared: Prepared) -> Scattered:
         staged = prepared.staged

@@ -1,5 +1,6 @@
 """What the subscriber tells people: one place that logs, counts and remembers for /status."""
 
+import json
 import logging
 import socket
 import threading
@@ -131,7 +132,8 @@ class Report:
             state = self._state
             state.state, state.reason = "serving", None
             state.applied, state.root, state.needs = version, root.hex(), version
-            state.behind_since = None
+            behind = state.newest is not None and state.newest > version
+            state.behind_since = self._clock() if behind else None
             state.applied_at = self._clock()
             state.refused = {v: refusal for v, refusal in state.refused.items() if v > version}
             refused = len(state.refused)
@@ -243,8 +245,5 @@ def event(name: str, level: int = logging.INFO, /, **fields: object) -> None:
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return (
-        text
-        if text and not any(c.isspace() or c in '"=' for c in text)
-        else '"' + text.replace('"', "'") + '"'
-    )
+    plain = text and text.isprintable() and not any(c in ' "=' for c in text)
+    return text if plain else json.dumps(text, ensure_ascii=False)

@@ -48,6 +48,7 @@ class Session:
         self._on_change = on_change
         self._on_applied = on_applied
         self._wake = asyncio.Event()
+        self._renewing = asyncio.Lock()
         self._poller: Poller | None = None
         self._recovered = False
         self._seen = -1  # the newest version that was ever visible
@@ -110,6 +111,7 @@ class Session:
             self._config.staging_path,
             fetch_concurrency=self._config.fetch_concurrency,
             prefetch_bytes=self._config.prefetch_bytes,
+            look_ahead=self._config.poll_interval,
             newest=self._newest,
             renew=self._renew,
         )
@@ -198,12 +200,13 @@ class Session:
 
     async def _renew(self) -> None:
         """Publish the status object, which renews the lease. That it fails must not stop the weights."""
-        data = self._report.status().model_dump_json(indent=1).encode()
-        try:
-            await in_thread(lambda _: self._store.put(status_key(self._config.id), data))
-        except DeltasyncError as error:
-            self._report.metrics.errors.labels(error.kind).inc()
-            event("status_not_written", logging.WARNING, kind=error.kind, error=error)
+        async with self._renewing:  # one after the other, so that the last one written is the newest
+            data = self._report.status().model_dump_json(indent=1).encode()
+            try:
+                await in_thread(lambda _: self._store.put(status_key(self._config.id), data))
+            except DeltasyncError as error:
+                self._report.metrics.errors.labels(error.kind).inc()
+                event("status_not_written", logging.WARNING, kind=error.kind, error=error)
 
     async def _renew_for_ever(self) -> None:
         while True:

@@ -5,12 +5,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from chunkstore.codec import WINDOW
+from chunkstore.errors import ObjectMissing
 from chunkstore.memory import MemoryStore
+from chunkstore.open import StoreConfig
 from chunkstore.posix import PosixStore
 from chunkstore.store import Store
-from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights
-from tests.support.streams import StreamBuilder
+from subscriber.daemon import AppliedVersion, Subscriber
+from subscriber.engine import Prepared
+from subscriber.staging import StagedUpdate
+from subscriber.threads import in_thread
+from subscriber.torch_engine import TorchEngine
+from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights, until
+from tests.support.streams import StreamBuilder, perturbed, random_weights
 
 
 @pytest.fixture(params=["memory", "posix"])
@@ -29,6 +39,7 @@ def builder(store: Store) -> StreamBuilder:
 def test_cold_start_from_the_anchor_then_every_version_bit_identical(
     builder: StreamBuilder, tmp_path: Path
 ) -> None:
+    """FIELD_REPORTS: prime-rl#3524, AReaL#1439: every tensor in its own dtype, bit-exact."""
     worker = Worker(tmp_path, builder)
     with running(worker.subscriber) as subscriber:
         subscriber.wait_for(0, TIMEOUT)
@@ -38,6 +49,9 @@ def test_cold_start_from_the_anchor_then_every_version_bit_identical(
             subscriber.wait_for(version, TIMEOUT)
             assert worker.holds(version)
             assert worker.engine.version == version
+    assert [applied.version for applied in worker.applied] == list(range(6))
+    assert {"detect", "fetch", "stage", "prepare", "scatter", "pause"} == set(worker.applied[-1].seconds)
+    assert worker.applied[-1].manifest == builder.manifests[-1]
 
 
 def test_once_catches_up_in_one_pause_and_returns(builder: StreamBuilder, tmp_path: Path) -> None:
@@ -45,3 +59,117 @@ def test_once_catches_up_in_one_pause_and_returns(builder: StreamBuilder, tmp_pa
     worker = Worker(tmp_path, builder)
     asyncio.run(worker.subscriber.run(once=True))
     assert worker.holds(4)
+    assert len(worker.applied) == 1
+
+
+@given(
+    moves=st.lists(st.sampled_from(["delta", "far delta", "anchor", "takeover", "alternate", "sync", "boot"]))
+)
+@settings(max_examples=25, deadline=None)
+def test_any_history_ends_bit_identical(moves: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path = tmp_path_factory.mktemp("history")
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+    alternates = {0}  # an anchor at version 0 cannot have one
+    for move in [*moves, "sync"]:
+        if move == "delta":
+            builder.train()
+        elif move == "far delta":
+            builder.delta(perturbed(builder.weights[-1], 0.2, seed=builder.version), base=0)
+        elif move == "anchor":
+            builder.anchor(perturbed(builder.weights[-1], 0.5, seed=builder.version))
+        elif move == "takeover":
+            builder.takeover(f"publisher-{builder.version:06d}".encode())
+        elif move == "alternate":
+            if builder.version not in alternates:
+                alternates.add(builder.version)
+                builder.alternate(builder.version)
+        else:
+            worker.restart()
+            if move == "boot":  # the weights are lost, and so is what the journal knew
+                worker.engine = TorchEngine(worker.module)
+                worker.subscriber = Subscriber(worker.config, worker.engine)
+                for tensor in worker.module.state_dict().values():
+                    tensor.zero_()
+            asyncio.run(worker.subscriber.run(once=True))
+            assert worker.holds(builder.version)
+
+
+def test_tensors_of_several_windows(tmp_path: Path) -> None:
+    weights = random_weights({"big": (3, WINDOW // 2), "small": (5,)})
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), weights, per_chunk=1)
+    builder.train(0.001, steps=2)
+    worker = Worker(tmp_path, builder)
+    asyncio.run(worker.subscriber.run(once=True))
+    assert worker.holds(2)
+    builder.train(0.001, steps=2)
+    worker.restart()
+    asyncio.run(worker.subscriber.run(once=True))
+    assert worker.holds(4)
+
+
+def test_once_says_that_there_is_no_stream(tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder, store=StoreConfig(url=str(tmp_path / "nothing here")))
+    with pytest.raises(ObjectMissing, match="no stream"):
+        asyncio.run(worker.subscriber.run(once=True))
+
+
+def test_a_subscriber_may_be_there_before_the_stream(tmp_path: Path) -> None:
+    elsewhere = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, elsewhere, store=StoreConfig(url=str(tmp_path / "store")))
+    with running(worker.subscriber) as subscriber:
+        until(lambda: worker.reports(lambda message: "no stream" in message))
+        with pytest.raises(TimeoutError, match="object_missing"):
+            subscriber.wait_for(0, 0.01)
+        StreamBuilder(PosixStore(tmp_path / "store"), small_weights())
+        subscriber.wait_for(0, TIMEOUT)
+        assert worker.holds(0)
+
+
+def test_the_next_versions_are_fetched_while_one_is_prepared(tmp_path: Path) -> None:
+    class Waiting(TorchEngine):
+        """Prepares version 1 only once all chunks of version 2 have come."""
+
+        async def prepare(self, staged: StagedUpdate) -> Prepared:
+            if staged.target.version == 1:
+                builder.train()
+                names = {f"{chunk.hash.hex()}.chunk" for chunk in builder.manifests[2].chunks}
+                folder = worker.config.staging_path / "chunks"
+                await in_thread(lambda _: until(lambda: names <= {path.name for path in folder.iterdir()}))
+            return await super().prepare(staged)
+
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+    worker.subscriber = Subscriber(worker.config, Waiting(worker.module), worker.applied.append)
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(0, TIMEOUT)
+        builder.train()
+        subscriber.wait_for(2, TIMEOUT)
+    assert worker.holds(2)
+
+
+def test_the_status_object_is_a_lease(builder: StreamBuilder, tmp_path: Path) -> None:
+    worker = Worker(tmp_path, builder, status_interval=0.05)
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(0, TIMEOUT)
+        until(lambda: worker.refused() == [] and worker.status().applied_version == 0)
+        first = worker.status()
+        assert (first.state, first.needs_version, first.stream) == ("serving", 0, builder.log.stream.id.hex())
+        until(lambda: worker.status().updated_at > first.updated_at)
+    assert worker.status().state == "stopped"
+
+
+def test_an_error_in_on_applied_ends_the_run_and_reaches_who_waits(tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+
+    def broken(applied: AppliedVersion) -> None:
+        raise ZeroDivisionError(applied.version)
+
+    with (
+        running(Subscriber(worker.config, worker.engine, broken)) as subscriber,
+        pytest.raises(ZeroDivisionError),
+    ):
+        subscriber.wait_for(1, TIMEOUT)
+    assert worker.holds(0)

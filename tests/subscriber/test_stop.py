@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 
 from chunkstore import memory
-from chunkstore.errors import ConfigError
 from chunkstore.memory import MemoryStore
 from chunkstore.store import Store
-from subscriber.config import EngineConfig
 from subscriber.daemon import Subscriber
 from subscriber.engine import Prepared, Scattered
-from subscriber.service import load_engine, serve
 from subscriber.staging import StagedUpdate
 from subscriber.threads import in_thread
 from subscriber.torch_engine import TorchEngine
-from tests.subscriber.parts import TIMEOUT, Worker, make_config, module_for, running, small_weights
+from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights
 from tests.support.streams import StreamBuilder
 
 
@@ -150,37 +147,47 @@ def test_stop_before_start_and_twice(tmp_path: Path) -> None:
             subscriber.wait_for(0, TIMEOUT)
 
 
-def build_module() -> object:
-    """The factory that the configuration below names."""
-    return module_for(small_weights())
-
-
-def build_nothing() -> object:
-    return None
-
-
-def test_the_daemon_process_ends_on_sigterm(tmp_path: Path) -> None:
+def test_a_signal_handler_of_the_loop_may_stop_it(tmp_path: Path) -> None:
     builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
-    engine = EngineConfig(factory=f"{__name__}:build_module")
-    config = make_config(tmp_path, builder, engine=engine)
+    worker = Worker(tmp_path, builder)
 
-    def terminate() -> None:
-        key = f"subscribers/{config.id}.json"
-        while builder.store.head(key) is None:
-            threading.Event().wait(0.01)
+    async def serve() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.subscriber.stop)
+        await worker.subscriber.run()
+
+    def kill() -> None:
+        worker.subscriber.wait_for(0, TIMEOUT)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    killer = threading.Thread(target=terminate)
+    killer = threading.Thread(target=kill)
     killer.start()
-    serve(config)
+    asyncio.run(serve())
     killer.join()
+    assert worker.status().state == "stopped"
 
 
-@pytest.mark.parametrize(
-    "factory", ["nowhere_to_be_found:f", f"{__name__}:missing", f"{__name__}:build_nothing", None]
-)
-def test_a_wrong_factory_is_a_config_error(factory: str | None, tmp_path: Path) -> None:
+def test_a_second_stop_does_not_tear_an_apply_apart(tmp_path: Path) -> None:
     builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
-    engine = None if factory is None else EngineConfig(factory=factory)
-    with pytest.raises(ConfigError, match="engine"):
-        load_engine(make_config(tmp_path, builder, engine=engine))
+    worker = Worker(tmp_path, builder)
+    stuck = Stuck()
+    worker.subscriber = Subscriber(worker.config, StuckEngine(worker.module, "scatter", stuck))
+
+    async def serve() -> None:
+        running = asyncio.create_task(worker.subscriber.run())
+        while not stuck.reached.is_set():
+            await asyncio.sleep(0.005)
+            if builder.version == 0 and worker.subscriber.version == 0:
+                builder.train()
+        for _ in range(3):
+            worker.subscriber.stop()
+            await asyncio.sleep(0.01)
+        assert not running.done()
+        stuck.go_on.set()
+        await running
+
+    asyncio.run(serve())
+    assert worker.holds(1)
+    worker.restart()
+    asyncio.run(worker.subscriber.run(once=True))
+    assert worker.holds(1)
+    assert not worker.applied  # it was on the record
