@@ -87,7 +87,7 @@ class Subscriber:
             self._thread.join()
 
     def wait_for(self, version: int, timeout: float | None = None) -> None:
-        """Block until the engine serves `version` or a newer one. Not inside `engine.serving()`, nor on the loop itself.
+        """Block until the engine serves `version` or a newer one. Not inside `engine.serving()`, nor on the loop.
 
         Raises TimeoutError, naming the last error, after `timeout` seconds or a stop; what ended the run, if it has.
         """
