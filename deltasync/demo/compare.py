@@ -5,35 +5,16 @@ with the weights it generates from.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deltasync.demo.rows import Comparison
+
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What a comparison saw. `problems` has one line per tensor that is not the same, names sorted."""
-
-    tensors: int
-    elements: int
-    problems: tuple[str, ...]
-
-    @property
-    def identical(self) -> bool:
-        return self.tensors > 0 and not self.problems
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Self:
-        return cls(raw["tensors"], raw["elements"], tuple(raw["problems"]))
 
 
 def dump_bf16(weights: Mapping[str, Tensor], path: Path) -> None:

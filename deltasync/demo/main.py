@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +17,7 @@ from rich.console import Console
 
 from chunkstore.errors import ConfigError
 from deltasync.demo.child import Child, Reply, child_command
-from deltasync.demo.compare import Comparison
-from deltasync.demo.model import copy_without_weights
-from deltasync.demo.rows import Row, all_identical
+from deltasync.demo.rows import Comparison, Row, all_identical
 from deltasync.demo.store import DemoStore, open_demo_store
 from deltasync.demo.table import Display, summary
 
@@ -50,7 +49,7 @@ class Demo:
     environment: Mapping[str, str] = field(default_factory=dict)
     rollout: tuple[str, ...] = ROLLOUT
 
-    def rows(self, display: Display) -> Iterator[Row]:
+    def rows(self, display: Display) -> Generator[Row, None, None]:
         """Yield the anchor's row and one per trained version. Ends all processes when it is left, however."""
         folder, logs = self.work / "rollout", self.work / "logs"
         copy_without_weights(self.checkpoint, folder)
@@ -116,7 +115,7 @@ def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> in
         store = stack.enter_context(open_demo_store(args.store, args.store_url, args.endpoint_url, work))
         demo = Demo(checkpoint, store, args.versions, work, _THREADS[args.model], rollout)
         rows: list[Row] = []
-        for row in demo.rows(display):
+        for row in stack.enter_context(closing(demo.rows(display))):
             rows.append(row)
             display.add(row)
     ok = all_identical(rows, args.versions)
@@ -126,6 +125,11 @@ def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> in
     if args.json:
         print(json.dumps(_document(args, rows, ok=ok, seconds=seconds), indent=2))
     return 0 if ok else 1
+
+
+def copy_without_weights(checkpoint: Path, target: Path) -> None:
+    """Copy config and tokenizer, and no weights: all that a rollout worker gets to start from."""
+    shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors"))
 
 
 @contextmanager

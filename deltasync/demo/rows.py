@@ -1,13 +1,31 @@
-"""One row of the demo's table: what one version cost, and whether it arrived bit for bit."""
+"""One row of the demo's table: what one version cost, and whether it arrived bit for bit. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
-
-from deltasync.demo.compare import Comparison
+from typing import Any, Final, Self
 
 PHASES: Final = ("capture", "encode", "upload", "commit", "detect", "fetch", "prepare", "scatter")
 """The way of a version: the first four in the trainer's process, the others in the rollout worker's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a comparison saw. `problems` has one line per tensor that is not the same, names sorted."""
+
+    tensors: int
+    elements: int
+    problems: tuple[str, ...]
+
+    @property
+    def identical(self) -> bool:
+        return self.tensors > 0 and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(raw["tensors"], raw["elements"], tuple(raw["problems"]))
 
 
 @dataclass(frozen=True, slots=True)

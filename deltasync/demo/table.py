@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -14,7 +14,9 @@ from rich.text import Text
 from deltasync.commands._common import human_bytes
 from deltasync.demo.rows import PHASES, Row
 
-_COLUMNS = ("version", "loss", "reward", "changed", "sent", "× smaller", *PHASES, "identical")
+_FACTS: Final = ("ver-\nsion", "loss", "reward", "changed\n%", "sent", "times\nsmaller")
+_WIDE: Final = 112
+"""Columns of a terminal that has room for every phase side by side; on others they stand in pairs."""
 
 
 class Display:
@@ -55,30 +57,36 @@ class Display:
             self._console.print(f"version {row.version}: {problem}", style="red", highlight=False)
 
     def _table(self) -> RenderableType:
-        table = Table(*(), title=self._title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
+        wide = self._console.width >= _WIDE
+        table = Table(title=self._title, box=SIMPLE_HEAD, padding=0, show_edge=False)
         table.caption = (
             "seconds per phase: capture … commit in the trainer, detect … scatter in the rollout worker"
         )
-        for name in _COLUMNS:
-            table.add_column(name, justify="right", overflow="fold")
+        for name in (*_FACTS, *_phases(PHASES, wide), "bits\nequal"):
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self._rows:
-            table.add_row(*cells(row), style=None if row.identical else "bold red")
+            table.add_row(*cells(row, wide), style=None if row.identical else "bold red")
         return table
 
 
-def cells(row: Row) -> list[str | Text]:
+def cells(row: Row, wide: bool) -> list[str | Text]:
     """The row's cells, in the order of the table's columns."""
-    verdict = Text("yes", "green") if row.identical else Text("NO", "bold red")
+    seconds = [f"{row.seconds[phase]:.2f}" if phase in row.seconds else "–" for phase in PHASES]
     return [
         str(row.version),
-        "–" if row.loss is None else f"{row.loss:.3f}",
+        "–" if row.loss is None else f"{row.loss:.2f}",
         "–" if row.reward is None else f"{row.reward:.2f}",
-        f"{row.changed_percent:.2f} %",
+        f"{row.changed_percent:.2f}",
         human_bytes(row.chunk_bytes),
         f"{row.times_smaller:.1f}",
-        *(f"{row.seconds[phase]:.2f}" if phase in row.seconds else "–" for phase in PHASES),
-        verdict,
+        *_phases(seconds, wide),
+        Text("yes", "green") if row.identical else Text("NO", "bold red"),
     ]
+
+
+def _phases(texts: Sequence[str], wide: bool) -> list[str]:
+    """One text per column, or two, one above the other."""
+    return list(texts) if wide else [f"{a}\n{b}" for a, b in zip(texts[::2], texts[1::2], strict=True)]
 
 
 def plain_line(row: Row) -> str:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deltasync.demo.compare import Comparison, compare, compare_with_file, dump_bf16
+from deltasync.demo.compare import compare, compare_with_file, dump_bf16
+from deltasync.demo.rows import Comparison
 
 
 def weights() -> dict[str, Tensor]:

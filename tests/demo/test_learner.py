@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deltasync.demo.learner import Learner, group_advantages
-from deltasync.demo.model import build_empty, copy_without_weights, load_policy, load_tokenizer, prepare_model
+from deltasync.demo.main import copy_without_weights
+from deltasync.demo.model import build_empty, load_policy, load_tokenizer, prepare_model
 from deltasync.demo.sampler import Sample, Sampler
 from deltasync.demo.task import MAX_NEW_TOKENS
 

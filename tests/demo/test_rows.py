@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from deltasync.demo.compare import Comparison
-from deltasync.demo.rows import PHASES, Row, all_identical
+from deltasync.demo.rows import PHASES, Comparison, Row, all_identical
 from deltasync.demo.table import Display, summary
 
 GOOD = Row(
@@ -52,17 +51,17 @@ def test_a_missing_version_fails_the_run() -> None:
     assert not all_identical([], versions=0)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_display_shows_the_facts(terminal: bool) -> None:
+@pytest.mark.parametrize(("terminal", "width"), [(True, 120), (True, 80), (False, 80)])
+def test_display_shows_the_facts(terminal: bool, width: int) -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=160, color_system=None)
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
     with Display(console, "title") as display:
         display.stage("waiting")
         display.add(ANCHOR)
         display.add(GOOD)
         display.add(DIFFERENT)
     text = out.getvalue()
-    for expected in ("title", "0.250", "0.50", "1.00 %", "50 B", "40.0", "0.12", "yes", "NO"):
+    for expected in ("title", "0.25", "0.50", "1.00", "50 B", "40.0", "0.12", *PHASES, "yes", "NO"):
         assert expected in text
     assert "version 1: w differs in 1 of 9 elements" in text
 
