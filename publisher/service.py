@@ -65,18 +65,23 @@ def run_publisher(config: PublisherConfig) -> int:
             "spool: is required for a publisher process",
             hint="name a folder in shared memory, such as /dev/shm/deltasync, that the trainer sees too",
         )
-    store = open_store(config.store)
     with Listener(config.spool, config.capture_timeout) as listener, _stopped_by_signals(listener):
-        remove_stale(config.spool)
-        log.info("waiting for a trainer at %s", config.spool / SOCKET)
-        while (frames := listener.accept()) is not None:
-            try:
-                Session(config, store, config.spool, frames).run()
-            finally:
-                listener.hang_up()
-            remove_stale(config.spool)
+        serve_trainers(config, config.spool, listener)
     log.info("stopped")
     return 0
+
+
+def serve_trainers(config: PublisherConfig, spool: Path, listener: Listener) -> None:
+    """One trainer after the other, until the listener is stopped."""
+    store = open_store(config.store)
+    remove_stale(spool)
+    log.info("waiting for a trainer at %s", spool / SOCKET)
+    while (frames := listener.accept()) is not None:
+        try:
+            Session(config, store, spool, frames).run()
+        finally:
+            listener.hang_up()
+        remove_stale(spool)
 
 
 class Session:
