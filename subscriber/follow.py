@@ -122,10 +122,9 @@ class Follower:
             if error.action is Action.RETRY:
                 raise  # anything else is met again, and reported, on the way to `newest`
 
-    async def audit(self) -> None:
-        """Digest all live weights. Raises EngineDrift, with the engine held, if they are not those of the version."""
-        assert self._catalog is not None, "something was applied"
-        await self.holder.audit(self._catalog)
+    async def audit(self, manifest: Manifest) -> None:
+        """Digest all live weights. Raises EngineDrift, with the engine held, if they are not those of `manifest`."""
+        await self.holder.audit(await self.catalog_of(manifest))
 
     async def follow(self, target: int) -> AppliedVersion:
         """Bring the engine to `target`, or to a newer version that appears meanwhile.
@@ -145,20 +144,18 @@ class Follower:
             try:
                 applied = await self._attempt(plan, course)
             except _StepFailed as failed:
-                course.blamed = course.blamed or failed.cause
                 if failed.cause.action is not Action.RESEED:
                     raise failed.cause from failed
+                self._blame(failed.cause, course)
                 course.unusable.add(failed.step.hash)
             except DeltasyncError as error:
-                course.blamed = course.blamed or error
                 if not self.holder.interrupted and error.action is not Action.RESEED:
                     raise
+                self._blame(error, course)
                 await self._reconsider(error, plan, course)
             else:
                 if applied is not None:
                     return applied
-                continue
-            self._report.metrics.retries.labels(course.blamed.kind).inc()
 
     async def _attempt(self, plan: Plan, course: _Course) -> AppliedVersion | None:
         """Take the path `plan`. Returns None, with nothing written, if a newer target was seen before the pause."""
@@ -198,10 +195,17 @@ class Follower:
             except ForeignStream:
                 raise
             except (ChainError, ObjectMissing) as error:
-                course.blamed = course.blamed or error
                 if course.start is None:
+                    if course.blamed is None:
+                        raise
                     raise course.blamed from error
+                self._blame(error, course)
                 course.start = None  # an anchor below what is held may still lead there
+
+    def _blame(self, error: DeltasyncError, course: _Course) -> None:
+        """A path has failed and another one is looked for."""
+        course.blamed = course.blamed or error
+        self._report.retrying(error, course.target)
 
     def _find_plan(self, course: _Course) -> Plan:
         start = None if course.start is None else course.start.applied
@@ -212,7 +216,7 @@ class Follower:
         catalog = await self._check(plan)
         target = plan.steps[-1]
         self._report.seen(target.version, plan.steps[0].created_at)
-        course.seconds.setdefault("detect", max(0.0, time.time() - target.created_at))
+        course.seconds["detect"] = max(0.0, time.time() - target.created_at)
         if plan.from_anchor:
             self._report.needs(plan.steps[0].version)
             await self._renew()
@@ -277,9 +281,8 @@ class Follower:
         """Until cancelled, fetch chunks of the versions after `target` as they appear, up to the configured size."""
         version, left = target.version + 1, self._prefetch_bytes
         self._ahead = set()
-        with suppress(
-            DeltasyncError, _StepFailed
-        ):  # whatever is wrong is found again, and reported, when its turn comes
+        # Whatever is wrong is found again, and reported, when its turn comes.
+        with suppress(DeltasyncError, _StepFailed):
             while True:
                 manifest = await self.read(version)
                 if manifest is None:

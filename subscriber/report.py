@@ -203,6 +203,11 @@ class Report:
             error=str(error),
         )
 
+    def retrying(self, error: DeltasyncError, version: int) -> None:
+        """`error` closed one path to `version`; another one is tried at once."""
+        self.metrics.retries.labels(error.kind).inc()
+        event("path_failed", logging.WARNING, version=version, kind=error.kind, error=str(error))
+
     def recovered(self) -> None:
         """What failed last works again."""
         with self._lock:

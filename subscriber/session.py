@@ -184,7 +184,7 @@ class Session:
             return
         self._unaudited = 0
         try:
-            await follower.audit()
+            await follower.audit(applied.manifest)
         except EngineDrift as error:
             self._report.failed(error, applied.version)
             await self._renew()

@@ -113,7 +113,9 @@ def test_while_serving_a_damaged_object_leaves_the_old_version_in_service(
         assert worker.holds(NEWEST)
 
 
-def test_a_lost_chunk_is_gone_around_by_an_anchor(tmp_path: Path) -> None:
+def test_a_lost_chunk_is_named_and_gone_around_by_an_anchor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """FIELD_REPORTS: modelexpress#703: several versions behind and the middle one missing."""
     builder = make_builder(str(tmp_path), versions=0)
     worker = Worker(tmp_path, builder)
@@ -129,6 +131,8 @@ def test_a_lost_chunk_is_gone_around_by_an_anchor(tmp_path: Path) -> None:
         subscriber.wait_for(3, TIMEOUT)
         assert worker.holds(3)
         assert worker.applied[-1].from_anchor
+    named = [record.message for record in caplog.records if record.message.startswith("path_failed")]
+    assert any(chunk.key in message for chunk in builder.manifests[1].chunks for message in named)
 
 
 def test_a_version_nobody_can_apply_is_refused_and_the_next_anchor_is_taken(tmp_path: Path) -> None:
