@@ -23,12 +23,12 @@ from chunkstore.errors import DeltasyncError
 from deltasync.commands import (
     check_config,
     demo,
-    publisher,
+    publisher_run,
     status,
     store_export,
     store_show,
     store_verify,
-    subscriber,
+    subscriber_run,
 )
 
 OK: Final = 0
@@ -47,8 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.register(commands)
-    publisher.register(commands)
-    subscriber.register(commands)
+    publisher_run.register(commands)
+    subscriber_run.register(commands)
     status.register(commands)
     store = commands.add_parser("store", help="look into a stream: show, verify, export")
     store_commands = store.add_subparsers(title="commands", metavar="COMMAND", required=True)

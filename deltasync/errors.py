@@ -31,9 +31,13 @@ from manifest.errors import (
     ManifestInvalid,
 )
 from publisher.errors import (
+    CaptureLost,
     MappingMismatch,
     OptimizerRefused,
     PublisherStopped,
+    SidecarBusy,
+    SidecarUnavailable,
+    SpoolInvalid,
 )
 from subscriber.errors import (
     EngineChanged,
@@ -51,6 +55,7 @@ from subscriber.errors import (
 __all__ = [
     "AccessDenied",
     "Action",
+    "CaptureLost",
     "ChainError",
     "CommitUnknown",
     "ConfigError",
@@ -74,6 +79,9 @@ __all__ = [
     "ObjectMissing",
     "OptimizerRefused",
     "PublisherStopped",
+    "SidecarBusy",
+    "SidecarUnavailable",
+    "SpoolInvalid",
     "StagedLost",
     "StagingFull",
     "StoreError",

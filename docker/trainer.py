@@ -1,6 +1,7 @@
 """The compose demo's trainer: one policy-gradient step per batch of the rollout worker, one version per step.
 
-Batches arrive as files `<version>.json`, sampled from that version, in a folder that both containers mount.
+`deltasync publisher run` does the work beside it, on memory that both share. Batches arrive as files `<version>.json`,
+sampled from that version, in a folder that trainer and rollout worker mount.
 """
 
 import argparse

@@ -53,5 +53,6 @@ def _lines(report: "VerifyReport") -> list[str]:
         f"{report.versions} versions, {report.alternates} alternate anchors, {report.chunks} chunks, "
         f"{human_bytes(report.nbytes)}"
     )
-    verdict = "ok" if report.ok else f"{len(report.problems)} problems"
+    found = len(report.problems)
+    verdict = "ok" if report.ok else f"{found} {'problem' if found == 1 else 'problems'}"
     return [*lines, f"{verdict}: {report.url}: {counts}"]

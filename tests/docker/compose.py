@@ -49,6 +49,7 @@ class Service(_Strict):
     volumes: list[str] = []
     ports: list[str] = []
     networks: list[Name] = []
+    network_mode: Literal["none"] | None = None
     depends_on: dict[Name, DependsOn] = {}
     healthcheck: Healthcheck | None = None
 
@@ -57,12 +58,22 @@ class ConfigFile(_Strict):
     file: str
 
 
+class TmpfsOptions(_Strict):
+    type: Literal["tmpfs"]
+    device: Literal["tmpfs"]
+    o: str
+
+
+class Volume(_Strict):
+    driver_opts: TmpfsOptions
+
+
 class Compose(_Strict):
     name: Name
     services: dict[Name, Service]
     configs: dict[Name, ConfigFile]
     networks: dict[Name, None]
-    volumes: dict[Name, None]
+    volumes: dict[Name, Volume | None]
 
 
 def load_compose(path: Path) -> Compose:

@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from chunkstore.config import load_config
 from deltasync.cli import build_parser
 from deltasync.commands.check_config import check_config
 from publisher.config import PublisherConfig
+from publisher.frames import SOCKET
 from subscriber.config import SubscriberConfig
 from tests.docker.compose import Compose, Service, load_compose
 from tests.docker.dockerfiles import copied_from_context, final_stage, instructions
@@ -23,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 COMPOSE = load_compose(DOCKER / "compose.yaml")
+PUBLISHER = load_config(DOCKER / "publisher.yaml", PublisherConfig)
+SUBSCRIBER = load_config(DOCKER / "subscriber.yaml", SubscriberConfig)
 OURS = {name: service for name, service in COMPOSE.services.items() if service.build is not None}
 
 
@@ -41,7 +45,11 @@ def mounted(service: Service) -> Mapping[str, Path]:
 
 
 def test_there_are_the_images_we_promise() -> None:
-    assert {path.name for path in DOCKERFILES} >= {"Dockerfile.publisher", "Dockerfile.subscriber"}
+    assert {path.name for path in DOCKERFILES} == {
+        "Dockerfile.publisher",
+        "Dockerfile.subscriber",
+        "Dockerfile.trainer",
+    }
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=by_name)
@@ -129,6 +137,7 @@ def test_names_are_declared_and_used() -> None:
     assert {m.source for s in services for m in s.configs} == set(COMPOSE.configs)
     assert {v.partition(":")[0] for s in services for v in s.volumes} == set(COMPOSE.volumes)
     assert {n for s in services for n in s.networks} == set(COMPOSE.networks)
+    assert all(bool(s.networks) != bool(s.network_mode) for s in services)
     for config in COMPOSE.configs.values():
         assert (DOCKER / config.file).is_file()
 
@@ -175,39 +184,66 @@ def test_commands_use_what_is_mounted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_configs_are_valid_and_reach_their_store(name: str) -> None:
-    service = OURS[name]
-    configs = [path for path in mounted(service).values() if path.suffix == ".yaml"]
+def test_mounted_configs_are_valid(name: str) -> None:
+    configs = [path for path in mounted(OURS[name]).values() if path.suffix == ".yaml"]
     assert configs
     for path in configs:
-        _, config = check_config(path)
-        assert isinstance(config, PublisherConfig | SubscriberConfig)
-        endpoint = urlsplit(config.store.endpoint_url or "")
-        assert endpoint.hostname in COMPOSE.services
-        shared = set(COMPOSE.services[str(endpoint.hostname)].networks) & set(service.networks)
-        assert shared, f"{name} cannot reach {endpoint.hostname}"
-        bucket = urlsplit(config.store.url).hostname
-        assert f"demo/{bucket}" in COMPOSE.services["bucket"].command
-        for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-            assert variable in service.environment
+        check_config(path)
 
 
-def test_trainer_and_rollout_publish_and_follow_one_stream_without_meeting() -> None:
-    _, publisher = check_config(DOCKER / "publisher.yaml")
-    _, subscriber = check_config(DOCKER / "subscriber.yaml")
-    assert isinstance(publisher, PublisherConfig)
-    assert isinstance(subscriber, SubscriberConfig)
-    assert publisher.store == subscriber.store
-    assert not set(OURS["trainer"].networks) & set(OURS["rollout"].networks)
+@pytest.mark.parametrize(("name", "config"), [("publisher", PUBLISHER), ("rollout", SUBSCRIBER)])
+def test_who_opens_the_store_can_reach_it(name: str, config: PublisherConfig | SubscriberConfig) -> None:
+    service = OURS[name]
+    endpoint = urlsplit(config.store.endpoint_url or "")
+    assert endpoint.hostname in COMPOSE.services
+    server = COMPOSE.services[str(endpoint.hostname)]
+    assert set(server.networks) & set(service.networks), f"{name} cannot reach {endpoint.hostname}"
+    assert f"demo/{urlsplit(config.store.url).hostname}" in COMPOSE.services["bucket"].command
+    user, password = (service.environment[f"AWS_{key}"] for key in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
+    assert (user, password) == (
+        server.environment["MINIO_ROOT_USER"],
+        server.environment["MINIO_ROOT_PASSWORD"],
+    )
+    assert "AWS_DEFAULT_REGION" in service.environment
+
+
+def test_weights_travel_through_the_store_only() -> None:
+    assert PUBLISHER.store == SUBSCRIBER.store
+    assert OURS["trainer"].network_mode == "none"
+    assert not set(OURS["publisher"].networks) & set(OURS["rollout"].networks)
+    shared = {volume.partition(":")[0] for volume in OURS["trainer"].volumes} & {
+        volume.partition(":")[0] for volume in OURS["rollout"].volumes
+    }
+    assert shared == {"models", "samples"}
+
+
+def test_trainer_and_publisher_share_one_spool_in_memory_as_one_user() -> None:
+    volume = COMPOSE.volumes["spool"]
+    assert volume is not None
+    users = set()
+    for name in ("trainer", "publisher"):
+        assert f"spool:{PUBLISHER.spool}" in OURS[name].volumes
+        assert DOCKER / "publisher.yaml" in mounted(OURS[name]).values()
+        final = {i.name: i for i in final_stage(dockerfile_of(OURS[name]))}
+        users.add(final["USER"].value)
+    (user,) = users
+    uid, gid = user.split(":")
+    assert f"uid={uid},gid={gid}," in volume.driver_opts.o
+    check = {i.name: i for i in final_stage(DOCKER / "Dockerfile.publisher")}["HEALTHCHECK"]
+    assert f"'{PUBLISHER.spool}/{SOCKET}'" in check.words[-1]
+
+
+def test_the_publisher_sees_the_checkpoint_that_the_trainer_makes() -> None:
+    assert PUBLISHER.base_checkpoint == Path("/models/smollm2")
+    assert "models:/models" in OURS["trainer"].volumes
+    assert "models:/models:ro" in OURS["publisher"].volumes
 
 
 def test_the_subscriber_listens_where_it_is_asked() -> None:
-    _, config = check_config(DOCKER / "subscriber.yaml")
-    assert isinstance(config, SubscriberConfig)
-    assert config.http is not None
+    assert SUBSCRIBER.http is not None
     (port,) = [i.value for i in final_stage(DOCKER / "Dockerfile.subscriber") if i.name == "EXPOSE"]
-    assert port == str(config.http.port)
-    assert config.http.host == "0.0.0.0"
+    assert port == str(SUBSCRIBER.http.port)
+    assert SUBSCRIBER.http.host == "0.0.0.0"
     check = {i.name: i for i in final_stage(DOCKER / "Dockerfile.subscriber")}["HEALTHCHECK"]
     assert f"http://127.0.0.1:{port}/healthz" in check.words[-1]
     assert all(published.endswith(f":{port}") for published in OURS["rollout"].ports)

@@ -1,0 +1,51 @@
+"""`deltasync publisher run`: what its config has to say, and a clean stop. Its work: tests/publisher."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltasync.cli import main
+
+WAIT = 60.0
+
+
+def write_config(folder: Path, *more: str) -> Path:
+    path = folder / "publisher.yaml"
+    path.write_text("\n".join([f"store: {{url: '{folder / 'store'}'}}", "inference_dtype: bfloat16", *more]))
+    return path
+
+
+def test_a_spool_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["publisher", "run", "-c", str(write_config(tmp_path))]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error[config]: spool: is required for a publisher process")
+
+
+def test_a_spool_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    config = write_config(tmp_path, f"spool: {tmp_path / 'file'}")
+    assert main(["publisher", "run", "-c", str(config)]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error[local_disk]: ")
+    assert str(tmp_path / "file") in stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_waits_for_a_trainer_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    spool = tmp_path / "spool"
+    config = write_config(tmp_path, f"spool: {spool}")
+    command = [sys.executable, "-m", "deltasync.cli", "publisher", "run", "-c", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert f"waiting for a trainer at {spool}/publisher.sock" in process.stderr.readline()
+            assert (spool / "publisher.sock").is_socket()
+            process.send_signal(number)
+            assert process.wait(WAIT) == 0
+            assert process.stderr.read().splitlines()[-1].endswith(" INFO deltasync.publisher stopped")
+        finally:
+            process.kill()
+    assert not (spool / "publisher.sock").exists()
