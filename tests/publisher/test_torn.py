@@ -1,5 +1,6 @@
 """Weights that move while they are read: never published, and nothing is lost by it."""
 
+import copy
 import random
 
 import numpy as np
@@ -104,6 +105,16 @@ def test_a_torn_capture_sends_what_differs_whole_and_no_more() -> None:
     assert "unused" not in sent
     assert all(s.whole for c in commit.manifest.chunks for s in c.sections)
     torn.assert_identical(1)
+
+
+def test_what_came_back_to_the_base_after_a_torn_capture_is_not_sent() -> None:
+    torn = Torn()
+    base = copy.deepcopy(torn.model.state_dict())
+    torn.tear = True
+    torn.step()
+    torn.tear = False
+    torn.model.load_state_dict(base)
+    assert torn.publish() is None
 
 
 @pytest.mark.parametrize("seed", range(8))
