@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Protocol
 
 from chunkstore.errors import DeltasyncError
 from deltasync.demo.errors import DemoFailed
@@ -144,6 +144,29 @@ def claim_stdout() -> IO[str]:
     return replies
 
 
+class Worker(Protocol):
+    """What a child does: answer requests by name, then close."""
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]: ...
+
+    def close(self) -> None: ...
+
+
+def work(start: Callable[[], Worker], replies: IO[str]) -> None:
+    """In a child: make the worker and serve until stdin closes. A start that fails is the answer to what is asked."""
+    try:
+        worker = start()
+    except DeltasyncError as error:
+        for _ in sys.stdin:
+            _answer(replies, _failure(error))
+        return
+    try:
+        serve(worker.handlers, replies)
+    finally:
+        worker.close()
+
+
 def serve(handlers: Mapping[str, Handler], replies: IO[str]) -> None:
     """In a child: answer requests until stdin closes. An expected error is answered; any other ends the process."""
     for line in sys.stdin:
@@ -151,6 +174,14 @@ def serve(handlers: Mapping[str, Handler], replies: IO[str]) -> None:
         try:
             reply = handlers[request.pop("do")](**request)
         except DeltasyncError as error:
-            reply = {"error": {"kind": error.kind, "message": error.message, "hint": error.hint}}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+            reply = _failure(error)
+        _answer(replies, reply)
+
+
+def _failure(error: DeltasyncError) -> Reply:
+    return {"error": {"kind": error.kind, "message": error.message, "hint": error.hint}}
+
+
+def _answer(replies: IO[str], reply: Reply) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()

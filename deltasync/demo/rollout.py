@@ -2,11 +2,12 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import deltasync
 from chunkstore.open import StoreConfig
-from deltasync.demo.child import Reply, claim_stdout, serve
+from deltasync.demo.child import Handler, Reply, claim_stdout, work
 from deltasync.demo.compare import compare_with_file
 from deltasync.demo.errors import DemoFailed
 from deltasync.demo.model import build_empty, load_tokenizer
@@ -20,7 +21,7 @@ _POLL_INTERVAL = 0.2
 
 
 class RolloutWorker:
-    """Answers `sync`, `generate` and `compare`. `folder`: config and tokenizer, no weights; also takes our state."""
+    """Generates from a stream's weights. `folder`: config and tokenizer only; the subscriber's state goes there."""
 
     def __init__(self, folder: Path, store: StoreConfig) -> None:
         self.model = build_empty(folder)
@@ -32,6 +33,10 @@ class RolloutWorker:
         )
         self._subscriber = deltasync.Subscriber(config, self.engine, on_applied=self._note)
         self._subscriber.start()
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {"sync": self.sync, "generate": self.generate, "compare": self.compare}
 
     def sync(self, version: int) -> Reply:
         """Wait until the subscriber has applied `version`. Phase `prepare` covers all that is done to fetched bytes
@@ -75,11 +80,8 @@ def main(worker_class: type[RolloutWorker] = RolloutWorker) -> None:
     """argv[1]: JSON with `folder` and `store` (a StoreConfig)."""
     replies = claim_stdout()
     options = json.loads(sys.argv[1])
-    worker = worker_class(Path(options["folder"]), StoreConfig.model_validate(options["store"]))
-    try:
-        serve({"sync": worker.sync, "generate": worker.generate, "compare": worker.compare}, replies)
-    finally:
-        worker.close()
+    store = StoreConfig.model_validate(options["store"])
+    work(lambda: worker_class(Path(options["folder"]), store), replies)
 
 
 if __name__ == "__main__":

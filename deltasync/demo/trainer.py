@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import deltasync
 from chunkstore.open import StoreConfig, open_store
-from deltasync.demo.child import Reply, claim_stdout, serve
+from deltasync.demo.child import Handler, Reply, claim_stdout, work
 from deltasync.demo.compare import dump_bf16
 from deltasync.demo.errors import DemoFailed
 from deltasync.demo.learner import Learner
@@ -22,7 +22,7 @@ _COMMIT_TIMEOUT: Final = 240.0
 
 
 class Trainer:
-    """Answers `anchor`, `step`, `publish` and `dump`."""
+    """Trains the model of folder `checkpoint` and publishes it to `store`."""
 
     def __init__(self, checkpoint: Path, store: StoreConfig) -> None:
         self._model = load_policy(checkpoint)
@@ -33,6 +33,10 @@ class Trainer:
             self._model,
             config=deltasync.PublisherConfig(store=store, base_checkpoint=checkpoint),
         )
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        return {"anchor": self.anchor, "step": self.step, "publish": self.publish, "dump": self.dump}
 
     def step(self, samples: list[dict[str, Any]]) -> Reply:
         """One policy-gradient step."""
@@ -82,19 +86,8 @@ def main() -> None:
     """argv[1]: JSON with `checkpoint` (a folder) and `store` (a StoreConfig)."""
     replies = claim_stdout()
     options = json.loads(sys.argv[1])
-    trainer = Trainer(Path(options["checkpoint"]), StoreConfig.model_validate(options["store"]))
-    try:
-        serve(
-            {
-                "anchor": trainer.anchor,
-                "step": trainer.step,
-                "publish": trainer.publish,
-                "dump": trainer.dump,
-            },
-            replies,
-        )
-    finally:
-        trainer.close()
+    store = StoreConfig.model_validate(options["store"])
+    work(lambda: Trainer(Path(options["checkpoint"]), store), replies)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,25 @@ def test_expected_error_arrives_with_its_hint_and_the_child_lives(child: Child) 
     assert child.call("add", timeout=30, a=1, b=1) == {"sum": 2}
 
 
+REFUSES = """
+from chunkstore.errors import AccessDenied
+from deltasync.demo.child import claim_stdout, work
+
+def start():
+    raise AccessDenied("no access to bucket b", hint="set AWS_PROFILE")
+
+work(start, claim_stdout())
+"""
+
+
+def test_a_start_that_fails_is_told_when_something_is_asked(tmp_path: Path) -> None:
+    with (
+        Child("worker", (sys.executable, "-c", REFUSES), tmp_path / "log") as child,
+        pytest.raises(DemoFailed, match=r"error\[access_denied\]: no access to bucket b"),
+    ):
+        child.call("anything", timeout=30)
+
+
 @pytest.mark.parametrize(
     ("do", "how"), [("bug", "ended with exit code 1"), ("die", "was killed by signal 9")]
 )
