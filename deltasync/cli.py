@@ -31,7 +31,6 @@ from deltasync.commands import (
     subscriber_run,
 )
 
-OK: Final = 0
 FAILED: Final = 1
 INTERRUPTED: Final = 130
 

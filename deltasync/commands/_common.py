@@ -61,6 +61,11 @@ def human_bytes(count: float) -> str:
     return f"{count / 1000:.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 version`, `2 versions`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Aligned columns under the keys of the first row; None as `-`. Empty for no rows."""
     if not rows:

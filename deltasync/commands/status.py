@@ -4,7 +4,15 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, add_store_options, human_bytes, print_json, store_of, table
+from deltasync.commands._common import (
+    Commands,
+    add_store_options,
+    counted,
+    human_bytes,
+    print_json,
+    store_of,
+    table,
+)
 
 if TYPE_CHECKING:
     from deltasync.overview import Overview
@@ -50,7 +58,7 @@ def _lines(seen: "Overview") -> list[str]:
         ]
     lines += ["", table(_subscriber_rows(seen)) if seen.subscribers else "no subscribers have reported yet"]
     for row in seen.subscribers:
-        lines += [f"{row.status.id}: {row.status.reason}"] if row.status.reason else []
+        lines += [f"{row.status.id}: {row.status.reason}"] if row.status.state == "held" else []
         lines += [
             f"{row.status.id} refuses version {r.version}: error[{r.kind}]: {r.message}"
             for r in row.status.refused
@@ -64,7 +72,7 @@ def _cold_start(seen: "Overview") -> str:
         return f"chain: a new subscriber cannot start: {seen.chain_problem}"
     return (
         f"chain: a new subscriber starts from the anchor of version {seen.cold_start_anchor} and fetches "
-        f"{human_bytes(seen.cold_start_bytes)} in {seen.cold_start_steps} steps"
+        f"{human_bytes(seen.cold_start_bytes)} in {counted(seen.cold_start_steps or 0, 'step')}"
     )
 
 

@@ -3,7 +3,15 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from deltasync.commands._common import Commands, add_store_options, human_bytes, print_json, store_of, table
+from deltasync.commands._common import (
+    Commands,
+    add_store_options,
+    counted,
+    human_bytes,
+    print_json,
+    store_of,
+    table,
+)
 
 if TYPE_CHECKING:
     from manifest.log import VersionLog
@@ -58,7 +66,7 @@ def _show_log(log: "VersionLog", as_json: bool) -> None:
     if as_json:
         print_json({"stream": log.stream.id, "url": log.store.url, "versions": rows})
         return
-    print(f"stream {log.stream.id.hex()} at {log.store.url}: {len(rows)} versions")
+    print(f"stream {log.stream.id.hex()} at {log.store.url}: {counted(len(rows), 'version')}")
     print(table([{**row, "nbytes": human_bytes(row["nbytes"])} for row in rows]))
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, add_store_options, human_bytes, print_json, store_of
+from deltasync.commands._common import Commands, add_store_options, counted, human_bytes, print_json, store_of
 
 if TYPE_CHECKING:
     from manifest.verify import VerifyReport
@@ -49,10 +49,11 @@ def _lines(report: "VerifyReport") -> list[str]:
         lines.append(
             f"not verified, for the problems above: versions {', '.join(map(str, report.unverified))}"
         )
-    counts = (
-        f"{report.versions} versions, {report.alternates} alternate anchors, {report.chunks} chunks, "
-        f"{human_bytes(report.nbytes)}"
-    )
-    found = len(report.problems)
-    verdict = "ok" if report.ok else f"{found} {'problem' if found == 1 else 'problems'}"
-    return [*lines, f"{verdict}: {report.url}: {counts}"]
+    verdict = "ok" if report.ok else counted(len(report.problems), "problem")
+    counts = [
+        counted(report.versions, "version"),
+        counted(report.alternates, "alternate anchor"),
+        counted(report.chunks, "chunk"),
+        human_bytes(report.nbytes),
+    ]
+    return [*lines, f"{verdict}: {report.url}: {', '.join(counts)}"]

@@ -10,7 +10,7 @@ import pytest
 from chunkstore.errors import ConfigError, DeltasyncError
 from chunkstore.posix import PosixStore
 from deltasync.cli import build_parser, format_error, main
-from deltasync.commands._common import human_bytes, table
+from deltasync.commands._common import counted, human_bytes, table
 from tests.support.streams import StreamBuilder, random_weights
 
 SLOW = ("torch", "boto3", "transformers", "rich", "numpy", "pydantic", "fsspec")
@@ -141,6 +141,10 @@ def test_the_version_is_the_distribution_s(capsys: pytest.CaptureFixture[str]) -
 )
 def test_sizes_for_people(count: float, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def test_counts_for_people() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
 def test_tables_align_to_the_right() -> None:

@@ -133,7 +133,7 @@ def test_verify_of_a_sound_stream(
 ) -> None:
     stream.alternate(1)
     assert main(["store", "verify", url]) == 0
-    assert capsys.readouterr().out.startswith(f"ok: file://{url}: 3 versions, 1 alternate anchors, ")
+    assert capsys.readouterr().out.startswith(f"ok: file://{url}: 3 versions, 1 alternate anchor, ")
     assert main(["store", "verify", url, "--json"]) == 0
     seen = json_of(capsys)
     assert (seen["ok"], seen["newest"], seen["problems"], seen["unverified"]) == (True, 2, [], [])
