@@ -17,7 +17,12 @@ WIDTH: Final[dict[str, int]] = {
 SPARSE: Final[frozenset[str]] = frozenset({"BF16", "F16"})
 """Dtypes whose changes may be sent element by element; all others are compared by digest and sent whole."""
 
-BITS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+BITS: Final[dict[int, np.dtype[Any]]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 """numpy dtype of the bit pattern for each width in bytes."""
 
 
