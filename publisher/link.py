@@ -109,7 +109,7 @@ class Link:
                 if deadline is not None:
                     raise CaptureLost(
                         f"the publisher process did not finish {message.kind!r} within {total:g} s",
-                        hint="nothing is lost; should it happen again, look at its log or raise capture_timeout",
+                        hint="nothing is lost; should it happen again, raise capture_timeout or upload_memory_mb",
                     ) from None
                 if time.monotonic() >= max(begin, self._heard) + self._patience:
                     raise SidecarUnavailable(

@@ -65,15 +65,15 @@ def run_publisher(config: PublisherConfig) -> int:
             "spool: is required for a publisher process",
             hint="name a folder in shared memory, such as /dev/shm/deltasync, that the trainer sees too",
         )
+    store = open_store(config.store)
     with Listener(config.spool, config.capture_timeout) as listener, _stopped_by_signals(listener):
-        serve_trainers(config, config.spool, listener)
+        serve_trainers(config, store, config.spool, listener)
     log.info("stopped")
     return 0
 
 
-def serve_trainers(config: PublisherConfig, spool: Path, listener: Listener) -> None:
+def serve_trainers(config: PublisherConfig, store: Store, spool: Path, listener: Listener) -> None:
     """One trainer after the other, until the listener is stopped."""
-    store = open_store(config.store)
     remove_stale(spool)
     log.info("waiting for a trainer at %s", spool / SOCKET)
     while (frames := listener.accept()) is not None:
@@ -191,8 +191,17 @@ class Session:
         commit = future.result()
         if commit is None:
             self._answer(Result(seq=seq))
-        else:
-            self._answer(Result(seq=seq, manifest=commit.manifest.data, seconds=commit.seconds))
+            return
+        manifest = commit.manifest
+        log.info(
+            "committed version=%d changed=%d bytes=%d unproved_blocks=%d %s",
+            commit.version,
+            manifest.stats.changed,
+            manifest.nbytes,
+            manifest.stats.unproved_blocks,
+            " ".join(f"{phase}_seconds={seconds:.3f}" for phase, seconds in commit.seconds.items()),
+        )
+        self._answer(Result(seq=seq, manifest=manifest.data, seconds=commit.seconds))
 
     def _records(self, groups: Sequence[GroupRecord]) -> Iterator[tuple[Shard, StepRecord]]:
         shards, moments = self._opened.shards, self._mapped.moments
@@ -215,7 +224,7 @@ class Session:
         if self._mapped.file.held_for != self._seq:
             raise CaptureLost(
                 "the trainer went on before its weights had been read",
-                hint="nothing is lost; should it happen again, raise capture_timeout",
+                hint="nothing is lost; should it happen again, raise capture_timeout or upload_memory_mb",
             )
 
     @contextmanager

@@ -79,12 +79,13 @@ class Sidecar:
 
 
 @contextmanager
-def sidecar_thread(config: Path) -> Iterator[Listener]:
-    """The same service on a thread of this process."""
+def sidecar_thread(config: Path, store: Store | None = None) -> Iterator[Listener]:
+    """The same service on a thread of this process, writing to `store` if one is given."""
     settings = load_config(config, PublisherConfig)
     assert settings.spool is not None
     with Listener(settings.spool, settings.capture_timeout) as listener:
-        thread = threading.Thread(target=serve_trainers, args=(settings, settings.spool, listener))
+        arguments = (settings, store or store_of(config), settings.spool, listener)
+        thread = threading.Thread(target=serve_trainers, args=arguments)
         thread.start()
         try:
             yield listener

@@ -84,6 +84,20 @@ def test_the_other_side_sees_every_step_without_a_copy(tmp_path: Path) -> None:
     assert "cache" not in mapped.tensors
 
 
+def test_state_may_be_shared_again(tmp_path: Path) -> None:
+    model = Zoo()
+    optimizer = adamw(model)
+    share_optimizer_state(optimizer, model, tmp_path).file.remove()
+    train(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    shared = share_optimizer_state(optimizer, model, tmp_path)
+    assert _same(model.state_dict(), before)
+    assert len(list(tmp_path.glob("*.state"))) == 1
+    train(model, optimizer)
+    mapped = MappedState.open(tmp_path, shared.file.id)
+    assert torch.equal(mapped.tensors["inner.weight"], model.inner.weight)
+
+
 def test_layouts_in_memory_are_kept(tmp_path: Path) -> None:
     """Strides, and views of one storage: what torch computes with may depend on them."""
     model = nn.Module()

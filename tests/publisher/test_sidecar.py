@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,24 @@ import torch
 from safetensors.torch import load_file
 
 from chunkstore.errors import ConfigError
-from manifest.errors import LocalDiskError
+from manifest.errors import Fenced, LocalDiskError
 from manifest.verify import verify_stream
 from publisher.config import PublisherConfig
-from publisher.errors import CaptureLost, MappingMismatch, OptimizerRefused, SidecarUnavailable
+from publisher.errors import (
+    CaptureLost,
+    MappingMismatch,
+    OptimizerRefused,
+    PublisherStopped,
+    SidecarBusy,
+    SidecarUnavailable,
+)
 from publisher.frames import MAX_FRAME, SOCKET
 from publisher.listener import Listener
 from publisher.publisher import Publisher
 from publisher.service import run_publisher
 from tests.publisher.sidecars import ROOT, WAIT, Sidecar, sidecar_thread, store_of, write_config
-from tests.publisher.zoo import Zoo, adamw, assert_identical, make, train
+from tests.publisher.zoo import Zoo, adamw, assert_identical, attach, make, train
+from tests.support.faults import FaultStore
 
 
 def _publish(publisher: Publisher, model: Zoo, config: Path) -> int:
@@ -142,6 +151,7 @@ def _publish_after_training(
     commit = publisher.publish().result(WAIT)
     assert commit is not None
     assert commit.manifest.optimizer_steps == 2
+    assert commit.manifest.stats.unproved_blocks == 0  # both steps were captured
     assert_identical(publisher, model, store_of(config), commit.version)
     return commit.version
 
@@ -199,6 +209,86 @@ def test_a_stopped_publisher_process_does_not_stop_training(tmp_path: Path) -> N
         assert proved is not None
         assert proved.manifest.stats.unproved_blocks == 0  # captured again from here on
         assert_identical(publisher, model, store_of(config), 3)
+
+
+class SlowStore:
+    """A stream's store whose chunk uploads wait while `closed`."""
+
+    def __init__(self, config: Path) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.store = FaultStore(store_of(config), before=self._wait)
+
+    def _wait(self, operation: str, key: str) -> Exception | None:
+        if operation == "put" and key.startswith("chunks/"):
+            assert self.open.wait(WAIT)
+        return None
+
+
+def test_steps_are_captured_while_the_upload_lags(tmp_path: Path) -> None:
+    """The trainer is held no longer than the bound, and what it publishes too early is in the next version."""
+    model = Zoo()
+    optimizer = adamw(model)
+    config = write_config(tmp_path, timeout=1.0)
+    slow = SlowStore(config)
+    with sidecar_thread(config, slow.store), Publisher.attach(optimizer, model, config) as publisher:
+        slow.open.clear()
+        train(model, optimizer, 1)
+        first = publisher.publish()
+        train(model, optimizer, 2)
+        with pytest.raises(SidecarBusy, match="still being uploaded after 1 s"):
+            publisher.publish().result(0)
+        train(model, optimizer, 3)
+        assert not first.done()
+        slow.open.set()
+        commit = first.result(WAIT)
+        assert commit is not None
+        assert commit.version == 1
+        second = publisher.publish().result(WAIT)
+        assert second is not None
+        assert second.manifest.optimizer_steps == 2
+        assert second.manifest.stats.unproved_blocks == 0
+        assert_identical(publisher, model, store_of(config), 2)
+
+
+def test_a_publisher_process_told_to_stop_brings_the_last_version_to_its_end(tmp_path: Path) -> None:
+    model = Zoo()
+    optimizer = adamw(model)
+    config = write_config(tmp_path)
+    slow = SlowStore(config)
+    with sidecar_thread(config, slow.store) as listener:
+        publisher = Publisher.attach(optimizer, model, config)
+        slow.open.clear()
+        train(model, optimizer, 1)
+        handle = publisher.publish()
+        listener.stop()
+        slow.open.set()
+        commit = handle.result(WAIT)
+        assert commit is not None
+        assert_identical(publisher, model, store_of(config), 1)
+    train(model, optimizer, 2)
+    with pytest.raises(SidecarUnavailable):
+        publisher.publish().result(0)
+    publisher.close()
+    assert not list((tmp_path / "spool").glob("*.state"))
+
+
+def test_a_trainer_whose_stream_is_taken_over_is_fenced_as_in_its_own_process(tmp_path: Path) -> None:
+    model = Zoo()
+    optimizer = adamw(model)
+    config = write_config(tmp_path)
+    with sidecar_thread(config):
+        publisher = Publisher.attach(optimizer, model, config)
+        other = Zoo()
+        attach(other, adamw(other), store_of(config)).close()
+        train(model, optimizer)
+        with pytest.raises(Fenced, match=r"\(epoch 1\) lost version 1 .*\(epoch 2\)"):
+            publisher.publish().result(WAIT)
+        with pytest.raises(Fenced):
+            publisher.publish()
+        with pytest.raises(PublisherStopped):
+            publisher.publish()
+        publisher.close()
 
 
 def test_without_a_publisher_process_attach_says_how_to_start_one(tmp_path: Path) -> None:
