@@ -1,20 +1,21 @@
-"""Find what one optimizer step changed, and prove that nothing was missed (DESIGN §4).
+"""Account for optimizer steps: find what each changed, and prove it, or send the block whole (DESIGN §4)."""
 
-For each block: reconstruct the old bits, and accept them only if their digest is the one kept from before the step.
-A block that cannot be proved is marked to be sent whole.
-"""
-
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from chunkstore.digest_torch import block_digests
-from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
-from publisher.inversion import bits16, reconstruct
+from publisher.changes import BLOCK, Bits16, Offsets
+from publisher.find import Found, find
 from publisher.optimizers import StepRecord
-from publisher.proof import Terms, block_sums, find_flips
 from publisher.shard import PIECE, Shard, Source
+
+_AHEAD = 8
+"""Pieces that may wait to be absorbed: what bounds memory, whatever the size of the model."""
+
+Steps = Iterable[tuple[Shard, StepRecord]]
 
 
 @dataclass
@@ -25,21 +26,34 @@ class CaptureStats:
     unproved_blocks: int = 0
 
 
-def capture_step(shard: Shard, record: StepRecord, stats: CaptureStats) -> None:
-    """Account for what the optimizer's last step did to `shard`. Call it in the step post-hook.
+def capture_steps(steps: Steps, stats: CaptureStats, threads: Executor) -> None:
+    """Account for what an optimizer's last step did to the given shards. Call it in the step post-hook.
 
     Step accounting, per parameter: not advanced, nothing to do (the digest at publish proves it); advanced by one,
     invert; anything else (skipped ahead, rolled back), send the tensor whole.
     """
-    advanced = record.step - shard.step
-    shard.step = record.step
-    if shard.source is not Source.INVERSION or advanced == 0:
-        return
-    moments = record.m is not None and record.v is not None
-    if advanced != 1 or not moments or not record.hyper.invertible:
-        _give_up(shard, stats)
-        return
-    _invert(shard, record, stats)
+    running: deque[tuple[_Capture, Callable[[], Found]]] = deque()
+    for shard, record in steps:
+        advanced = record.step - shard.step
+        shard.step = record.step
+        if shard.source is not Source.INVERSION or advanced == 0:
+            continue
+        moments = record.m is not None and record.v is not None
+        if advanced != 1 or not moments or not record.hyper.invertible:
+            _give_up(shard, stats)
+            continue
+        capture = _Capture(shard, stats, range(0, shard.spec.numel, PIECE))
+        for start in capture.starts:
+            running.append((capture, _submit(threads, shard, record, start)))
+            if len(running) > _AHEAD:
+                _take(running)
+    while running:
+        _take(running)
+
+
+def _take(running: "deque[tuple[_Capture, Callable[[], Found]]]") -> None:
+    capture, found = running.popleft()
+    capture.absorb(found())
 
 
 def capture_snapshot(shard: Shard) -> None:
@@ -58,118 +72,46 @@ def capture_snapshot(shard: Shard) -> None:
     shard.kept = shard.digests()
 
 
+def _submit(threads: Executor, shard: Shard, record: StepRecord, start: int) -> Callable[[], Found]:
+    """Start finding one piece, on a thread for CPU state; a GPU has its own parallelism."""
+    stop = min(start + PIECE, shard.spec.numel)
+    if shard.tensor.device.type == "cpu":
+        return threads.submit(find, shard, record, start, stop).result
+    return lambda: find(shard, record, start, stop)
+
+
+@dataclass
+class _Capture:
+    """One shard's step while its pieces come in, in order of `starts`; complete after the last one."""
+
+    shard: Shard
+    stats: CaptureStats
+    starts: range
+    offsets: list[Offsets] = field(default_factory=list)
+    old: list[Bits16] = field(default_factory=list)
+    unproved: list[Offsets] = field(default_factory=list)  # blocks
+
+    def absorb(self, found: Found) -> None:
+        shard = self.shard
+        blocks = slice(found.start // BLOCK, found.start // BLOCK + len(found.digests))
+        proved = found.prove(shard.coefficients)
+        keep = proved[found.block] & (found.old != found.new)
+        self.offsets.append(found.local[keep] + found.start)
+        self.old.append(found.old[keep])
+        self.unproved.append(np.flatnonzero(~proved) + blocks.start)
+        self.stats.ambiguous += int(np.count_nonzero(keep & found.uncertain))
+        shard.kept[blocks] = found.digests
+        if found.start == self.starts[-1]:
+            self._complete()
+
+    def _complete(self) -> None:
+        whole = np.concatenate(self.unproved)
+        self.shard.changes.add(np.concatenate(self.offsets), np.concatenate(self.old))
+        self.shard.changes.add_whole(whole)
+        self.stats.unproved_blocks += len(whole)
+
+
 def _give_up(shard: Shard, stats: CaptureStats) -> None:
     stats.unproved_blocks += len(shard.kept)
     shard.changes.add_whole(np.arange(len(shard.kept)))
     shard.kept = shard.digests()
-
-
-def _invert(shard: Shard, record: StepRecord, stats: CaptureStats) -> None:
-    assert record.m is not None
-    assert record.v is not None
-    theta, m, v = shard.flat(), record.m.reshape(-1), record.v.reshape(-1)
-    offsets, old, unproved = [], [], []
-    for start in range(0, shard.spec.numel, PIECE):
-        part = slice(start, min(start + PIECE, shard.spec.numel))
-        blocks = slice(start // BLOCK, -(-part.stop // BLOCK))
-        new = bits16(theta[part], shard.wire)
-        digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
-        moved = (digests != shard.kept[blocks]) & ~shard.changes.whole[blocks]
-        if moved.any():
-            known = reconstruct(theta[part], m[part], v[part], record.step, record.hyper, shard.wire)
-            flagged = ((known.low != new) | (known.high != new)).nonzero().flatten()
-            found = _Piece(
-                start,
-                flagged.cpu().numpy(),
-                *(_at(x, flagged) for x in (new, known.guess, known.low, known.high)),
-            )
-            proved = found.prove(shard, digests, shard.kept[blocks], moved)
-            unproved.append(np.flatnonzero(moved & ~proved) + blocks.start)
-            keep = proved[found.block] & (found.old != found.new)
-            offsets.append(found.local[keep] + start)
-            old.append(found.old[keep])
-            stats.ambiguous += int(np.count_nonzero(keep & found.uncertain))
-        shard.kept[blocks] = digests
-    if offsets:
-        shard.changes.add(np.concatenate(offsets), np.concatenate(old))
-        whole = np.concatenate(unproved)
-        shard.changes.add_whole(whole)
-        stats.unproved_blocks += len(whole)
-
-
-def _at(bits: torch.Tensor, where: torch.Tensor) -> Bits16:
-    return bits[where].cpu().numpy().view(np.uint16)
-
-
-@dataclass
-class _Piece:
-    """The flagged elements of one piece: `local` ascending offsets in it, and their bits.
-
-    `old` starts as the reconstruction's guess and is corrected by `prove`.
-    """
-
-    start: int
-    local: Offsets
-    new: Bits16
-    old: Bits16
-    low: Bits16
-    high: Bits16
-
-    @property
-    def block(self) -> Offsets:
-        return self.local // BLOCK
-
-    @property
-    def uncertain(self) -> Flags:
-        flags: Flags = self.low != self.high
-        return flags
-
-    def prove(self, shard: Shard, now: Digests, kept: Digests, moved: Flags):  # type: ignore[no-untyped-def]
-        """Which blocks are bit-exact, `old` included: their reconstruction has the kept digest."""
-        weights = element_weights(shard, self.local + self.start)
-        back = now - block_sums(weights * _difference(self.new, self.old), self.block, len(now))
-        missing = kept - back
-        proved: Flags = moved & (missing == 0)
-        for block in np.flatnonzero(moved & ~proved):
-            doubtful, other = self._alternatives(np.flatnonzero((self.block == block) & self.uncertain))
-            flips = find_flips(missing[block], weights[doubtful] * _difference(other, self.old[doubtful]))
-            if flips is not None:
-                self.old[doubtful[list(flips)]] = other[list(flips)]
-                proved[block] = True
-        return proved
-
-    def _alternatives(self, uncertain: Offsets) -> tuple[Offsets, Bits16]:
-        """Other old bits that the `uncertain` elements may have had: (position in this piece, bits) pairs.
-
-        The neighbours of the guess, as far as they lie within the bounds; and where the bounds straddle zero, both
-        zeros: weights often start there, and nothing near zero survives in θ_t to tell.
-        """
-        guess, low, high = (_sortable(bits[uncertain]) for bits in (self.old, self.low, self.high))
-        below, above = (guess > low) & (guess > 0), (guess < high) & (guess < 0xFFFF)
-        at_zero = (low < 0x8000) & (high >= 0x8000)
-        negative, positive = np.full_like(guess, 0x7FFF), np.full_like(guess, 0x8000)
-        where = np.concatenate([uncertain[below], uncertain[above], uncertain[at_zero], uncertain[at_zero]])
-        other = np.concatenate([guess[below] - 1, guess[above] + 1, negative[at_zero], positive[at_zero]])
-        differs = other != _sortable(self.old[where])
-        return where[differs], _sortable_inverse(other[differs])
-
-
-def element_weights(shard: Shard, offsets: Offsets) -> Terms:
-    """A·C of each element of a 16-bit tensor (docs/FORMAT.md, "Digest"); uint64."""
-    coefficients = shard.coefficients
-    lanes = offsets.astype(np.uint64)
-    weights: Terms = coefficients.a(lanes >> np.uint64(12)) * coefficients.c[offsets & 4095]
-    return weights
-
-
-def _difference(a: Bits16, b: Bits16) -> Terms:
-    return a.astype(np.uint64) - b.astype(np.uint64)
-
-
-def _sortable(bits: Bits16) -> Bits16:
-    """16-bit floats as integers that sort as the numbers do: −0 directly below +0."""
-    return np.where(bits >= 0x8000, np.uint16(0xFFFF) - bits, bits + np.uint16(0x8000))
-
-
-def _sortable_inverse(order: Bits16) -> Bits16:
-    return np.where(order < 0x8000, np.uint16(0xFFFF) - order, order - np.uint16(0x8000))

@@ -40,12 +40,12 @@ class ChangeSet:
         return cls(base.copy(), np.zeros(len(base), np.bool_), np.empty(0, np.int64), np.empty(0, np.uint16))
 
     def add(self, offsets: Offsets, old: Bits16) -> None:
-        """Merge later changes: an element already known keeps its first old bits."""
-        offsets = np.concatenate([self.offsets, offsets])
-        old = np.concatenate([self.old, old])
-        # np.unique reports the first occurrence, and the earlier changes come first.
-        self.offsets, first = np.unique(offsets, return_index=True)
-        self.old = old[first]
+        """Merge later changes, `offsets` strictly increasing: an element already known keeps its first old bits."""
+        if len(self.offsets):
+            # np.unique reports the first occurrence, and the earlier changes come first.
+            offsets, first = np.unique(np.concatenate([self.offsets, offsets]), return_index=True)
+            old = np.concatenate([self.old, old])[first]
+        self.offsets, self.old = offsets, old
         self._promote_dense_blocks()
 
     def add_whole(self, blocks: Offsets) -> None:

@@ -5,18 +5,12 @@ Wrappers add path segments that no checkpoint knows: DistributedDataParallel and
 `module` keeps its name.
 """
 
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-_WRAPPED_AS: tuple[tuple[type[nn.Module], str], ...] = (
-    (DistributedDataParallel, "module"),
-    (DataParallel, "module"),
-    (OptimizedModule, "_orig_mod"),
-)
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,10 +19,10 @@ def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for wrapper, child in _WRAPPED_AS:
-        if isinstance(module, wrapper):
-            yield from _walk(getattr(module, child), prefix)
-            return
+    inner = _unwrapped(module)
+    if inner is not None:
+        yield from _walk(inner, prefix)
+        return
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield prefix + name, parameter
@@ -38,3 +32,15 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for name, child_module in module._modules.items():
         if child_module is not None:
             yield from _walk(child_module, f"{prefix}{name}.")
+
+
+def _unwrapped(module: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps; None for any other module."""
+    inner: nn.Module | None = None
+    # Importing dynamo takes a second; a compiled module exists only where it is imported already.
+    dynamo = sys.modules.get("torch._dynamo")
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        inner = module.module
+    elif dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        inner = module._orig_mod
+    return inner

@@ -13,8 +13,9 @@ import torch
 from chunkstore.codec import WINDOW, Section
 from chunkstore.digest_torch import block_digests
 from chunkstore.dtypes import Bits, bits_dtype
-from publisher.capture import CaptureStats, capture_snapshot, element_weights
+from publisher.capture import CaptureStats, capture_snapshot
 from publisher.changes import BLOCK, Bits16, ChangeSet, Digests, Flags, Offsets
+from publisher.find import element_weights
 from publisher.proof import block_sums
 from publisher.shard import Shard, Source
 
@@ -92,7 +93,7 @@ def _window(sealed: Sealed, start: int, stop: int, stats: CaptureStats) -> Itera
     offsets, old = changes.offsets[first:last], changes.old[first:last]
     at = torch.from_numpy(offsets - start).to(bits.device)
     new = bits[at].cpu().numpy().view(np.uint16) if len(offsets) else np.empty(0, np.uint16)
-    terms = element_weights(shard, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
+    terms = element_weights(shard.coefficients, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
     sums = changes.base[blocks] + block_sums(terms, (offsets - start) // BLOCK, len(now))
     wrong = (edited | (sums != now)) & ~changes.whole[blocks]
     if shard.source is Source.INVERSION:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from chunkstore.codec import Section
 from chunkstore.errors import DeltasyncError
 from chunkstore.probe import require_put_if_absent
@@ -20,7 +22,7 @@ from manifest.errors import ChainError, CommitUnknown, Fenced, ManifestInvalid
 from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest, Stats
 from manifest.settle import Patience
-from publisher.capture import CaptureStats, capture_step
+from publisher.capture import CaptureStats, capture_steps
 from publisher.checkpoint import Checkpoint
 from publisher.commit import Attempt, PublishHandle
 from publisher.config import PublisherConfig
@@ -65,6 +67,7 @@ class StreamWriter:
         self._base: Manifest | None = None
         self._attempt: Attempt | None = None
         self._stopped: DeltasyncError | None = None
+        self._captures = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="deltasync-capture")
         self._uploads = ThreadPoolExecutor(config.upload_threads, thread_name_prefix="deltasync-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="deltasync-commit")
 
@@ -101,11 +104,11 @@ class StreamWriter:
         Raises CaptureLost if they were touched all the same; then track is lost.
         """
         begin = time.perf_counter()
-        for shard, record in records:
-            if self._lost:
+        if self._lost:
+            for shard, record in records:
                 shard.step = record.step  # nothing to compare with: the digests decide at publish
-            else:
-                capture_step(shard, record, self._stats)
+        else:
+            capture_steps(records, self._stats, self._captures)
         try:
             self._still()
         except CaptureLost:
@@ -258,6 +261,7 @@ class StreamWriter:
             self._base = attempt.manifest
 
     def _shut_down(self) -> None:
+        self._captures.shutdown()
         self._uploads.shutdown(wait=True, cancel_futures=True)
         self._commits.shutdown(wait=True, cancel_futures=True)
 

@@ -1,6 +1,7 @@
 """Real AdamW steps on one parameter, with the truth about its inference bits kept beside."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from manifest.catalog import TensorSpec
-from publisher.capture import CaptureStats, capture_step
+from publisher.capture import CaptureStats, capture_steps
 from publisher.optimizers import step_records
 from publisher.shard import Shard, Source
 
@@ -46,8 +47,9 @@ class Trainee:
         self.capture()
 
     def capture(self) -> None:
-        for _, record in step_records(self.optimizer, {id(self.parameter)}):
-            capture_step(self.shard, record, self.stats)
+        records = step_records(self.optimizer, {id(self.parameter)})
+        with ThreadPoolExecutor(2) as threads:
+            capture_steps(((self.shard, record) for _, record in records), self.stats, threads)
 
     def found(self) -> dict[int, int]:
         changes = self.shard.changes

@@ -1,0 +1,161 @@
+"""What one piece of a parameter looks like after a step, and the proof that nothing in it was missed (DESIGN §4)."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chunkstore.digest import Coefficients
+from chunkstore.digest_torch import block_digests
+from publisher import kernel
+from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
+from publisher.inversion import bits16, reconstruct
+from publisher.optimizers import StepRecord
+from publisher.proof import Terms, block_sums, find_flips
+from publisher.shard import Shard
+
+_ROWS = BLOCK >> 12
+
+
+@dataclass
+class Found:
+    """The elements of one piece whose old bits are not certainly the new ones, and its blocks' digests.
+
+    Elements only of blocks that have changed and are not yet sent whole.
+
+    `digests`: of the new bits. `missing`: kept digest minus the reconstruction's, 0 where it is proved as it stands.
+    `local`: ascending offsets from `start`; `new`, `old`, `low`, `high`: their bits, `old` the reconstruction's guess
+    until `prove` corrects it.
+    """
+
+    start: int
+    digests: Digests
+    missing: Digests
+    local: Offsets
+    new: Bits16
+    old: Bits16
+    low: Bits16
+    high: Bits16
+
+    @property
+    def block(self) -> Offsets:
+        """The block, counted within the piece, of each element."""
+        return self.local // BLOCK
+
+    @property
+    def uncertain(self) -> Flags:
+        """Where the bounds leave more than one old value."""
+        flags: Flags = self.low != self.high
+        return flags
+
+    def prove(self, coefficients: Coefficients) -> Flags:
+        """Which blocks are bit-exact, `old` included: their reconstruction has the kept digest."""
+        proved: Flags = self.missing == 0
+        for block in np.flatnonzero(~proved):
+            doubtful, other = self._alternatives(np.flatnonzero((self.block == block) & self.uncertain))
+            weights = element_weights(coefficients, self.local[doubtful] + self.start)
+            flips = find_flips(self.missing[block], weights * _difference(other, self.old[doubtful]))
+            if flips is not None:
+                self.old[doubtful[list(flips)]] = other[list(flips)]
+                proved[block] = True
+        return proved
+
+    def _alternatives(self, uncertain: Offsets) -> tuple[Offsets, Bits16]:
+        """Other old bits that the `uncertain` elements may have had: (position in this piece, bits) pairs.
+
+        The neighbours of the guess, as far as they lie within the bounds; and where the bounds straddle zero, both
+        zeros: weights often start there, and nothing near zero survives in θ_t to tell.
+        """
+        guess, low, high = (_sortable(bits[uncertain]) for bits in (self.old, self.low, self.high))
+        below, above = (guess > low) & (guess > 0), (guess < high) & (guess < 0xFFFF)
+        at_zero = (low < 0x8000) & (high >= 0x8000)
+        negative, positive = np.full_like(guess, 0x7FFF), np.full_like(guess, 0x8000)
+        where = np.concatenate([uncertain[below], uncertain[above], uncertain[at_zero], uncertain[at_zero]])
+        other = np.concatenate([guess[below] - 1, guess[above] + 1, negative[at_zero], positive[at_zero]])
+        differs = other != _sortable(self.old[where])
+        return where[differs], _sortable_inverse(other[differs])
+
+
+def find(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
+    """Invert `record`'s step on elements `start` … `stop` of `shard`, whole blocks.
+
+    Compiled where the state is fp32 on the CPU and the wire is bf16, else with torch on the state's device.
+    """
+    found = None
+    if shard.wire is torch.bfloat16 and shard.tensor.device.type == "cpu":
+        found = find_compiled(shard, record, start, stop)
+    return found if found is not None else find_reference(shard, record, start, stop)
+
+
+def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
+    """In plain torch, on any device: the oracle of the compiled kernel."""
+    assert record.m is not None
+    assert record.v is not None
+    theta = shard.flat()[start:stop]
+    new = bits16(theta, shard.wire)
+    digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
+    kept, skip = _history(shard, start, stop)
+    moved = (digests != kept) & ~skip
+    missing, empty = np.zeros_like(digests), np.empty(0, np.uint16)
+    if not moved.any():
+        return Found(start, digests, missing, np.empty(0, np.int64), empty, empty, empty, empty)
+    m, v = (x.reshape(-1)[start:stop] for x in (record.m, record.v))
+    known = reconstruct(theta, m, v, record.step, record.hyper, shard.wire)
+    flagged = ((known.low != new) | (known.high != new)).nonzero().flatten()
+    flagged = flagged[torch.from_numpy(moved).to(flagged.device)[flagged // BLOCK]]
+    bits = (x[flagged].cpu().numpy().view(np.uint16) for x in (new, known.guess, known.low, known.high))
+    found = Found(start, digests, missing, flagged.cpu().numpy(), *bits)
+    weights = element_weights(shard.coefficients, found.local + start)
+    before = digests - block_sums(weights * _difference(found.new, found.old), found.block, len(digests))
+    missing[moved] = (kept - before)[moved]
+    return found
+
+
+def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Found | None:
+    """The same by the compiled kernel; None where a value is not finite, which it leaves to the reference."""
+    assert record.m is not None
+    assert record.v is not None
+    flat = (x.detach().reshape(-1)[start:stop].numpy() for x in (shard.tensor, record.m, record.v))
+    theta, m, v = (np.ascontiguousarray(x) for x in flat)
+    kept, skip = _history(shard, start, stop)
+    hyper, coefficients = record.hyper, shard.coefficients
+    digests, missing = np.empty_like(kept), np.empty_like(kept)
+    local, bits = np.empty(stop - start, np.int64), np.empty((4, stop - start), np.uint16)
+    count = kernel.scan(
+        theta, m, v, kept, skip,
+        coefficients.a_run(start >> 12, len(kept) * _ROWS), coefficients.c,
+        np.float32(hyper.lr / (1.0 - hyper.beta1**record.step)),
+        np.float32(math.sqrt(1.0 - hyper.beta2**record.step)),
+        np.float32(hyper.eps), hyper.decay,
+        digests, missing, local, bits, np.empty(4096, np.uint32),
+    )  # fmt: skip
+    if count < 0:
+        return None
+    new, old, low, high = bits[:, :count].copy()
+    return Found(start, digests, missing, local[:count].copy(), new, old, low, high)
+
+
+def element_weights(coefficients: Coefficients, offsets: Offsets) -> Terms:
+    """A·C of each element of a 16-bit tensor (docs/FORMAT.md, "Digest"); uint64."""
+    lanes = offsets.astype(np.uint64)
+    weights: Terms = coefficients.a(lanes >> np.uint64(12)) * coefficients.c[offsets & 4095]
+    return weights
+
+
+def _history(shard: Shard, start: int, stop: int) -> tuple[Digests, Flags]:
+    blocks = slice(start // BLOCK, -(-stop // BLOCK))
+    return shard.kept[blocks], shard.changes.whole[blocks]
+
+
+def _difference(a: Bits16, b: Bits16) -> Terms:
+    return a.astype(np.uint64) - b.astype(np.uint64)
+
+
+def _sortable(bits: Bits16) -> Bits16:
+    """16-bit floats as integers that sort as the numbers do: −0 directly below +0."""
+    return np.where(bits >= 0x8000, np.uint16(0xFFFF) - bits, bits + np.uint16(0x8000))
+
+
+def _sortable_inverse(order: Bits16) -> Bits16:
+    return np.where(order < 0x8000, np.uint16(0xFFFF) - order, order - np.uint16(0x8000))
