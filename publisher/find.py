@@ -8,12 +8,13 @@ import torch
 
 from chunkstore.digest import Coefficients
 from chunkstore.digest_torch import block_digests
+from manifest.catalog import TensorSpec
 from publisher import kernel
 from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
-from publisher.inversion import bits16, reconstruct
+from publisher.inversion import Hyper, bits16, reconstruct
 from publisher.optimizers import StepRecord
 from publisher.proof import Terms, block_sums, find_flips
-from publisher.shard import Shard
+from publisher.shard import Shard, Source
 
 _ROWS = BLOCK >> 12
 
@@ -134,6 +135,13 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
         return None
     new, old, low, high = bits[:, :count].copy()
     return Found(start, digests, missing, local[:count].copy(), new, old, low, high)
+
+
+def compile_ahead() -> None:
+    """Compile the kernel now, or load it from its cache: seconds that would otherwise be the first step's."""
+    spec, one, zero = TensorSpec("compile_ahead", "BF16", (1,)), torch.ones(1), torch.zeros(1)
+    record = StepRecord(1, Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1.0, weight_decay=0.0), zero, zero)
+    find_compiled(Shard(0, spec, one, Source.INVERSION), record, 0, 1)
 
 
 def element_weights(coefficients: Coefficients, offsets: Offsets) -> Terms:

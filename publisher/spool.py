@@ -33,7 +33,7 @@ HEADER: Final = 4096
 ALIGNMENT: Final = 64
 """Bytes; torch's own allocator aligns so, and kernels may choose their path by it."""
 MAX_LAYOUT_BYTES: Final = 256 << 20
-_STATE_NAME: Final = re.compile(r"([0-9a-f]{32})\.state")
+_STATE_NAME: Final = re.compile(r"[0-9a-f]{32}\.(state|new)")
 
 Moment = Literal["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
 """A kind of optimizer state, by torch's own name."""
@@ -103,10 +103,10 @@ class StateFile:
         try:
             spool.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.posix_fallocate(descriptor, 0, nbytes)  # else a full file system would be a SIGBUS later
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(descriptor, 0, nbytes)  # else a full file system would be a SIGBUS later
             memory = mmap.mmap(descriptor, nbytes)
-            hidden.rename(path)  # under its name it is locked from the first moment
+            hidden.rename(path)
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -236,9 +236,9 @@ def _unreadable(path: Path, error: OSError) -> SpoolInvalid:
 
 def remove_stale(spool: Path) -> None:
     """Delete the state of trainers that are gone: nobody holds its lock, and it fills memory."""
-    for path in spool.glob("*.state"):
-        if not _STATE_NAME.fullmatch(path.name):
-            continue
+    if not spool.is_dir():
+        return
+    for path in [p for p in spool.iterdir() if _STATE_NAME.fullmatch(p.name)]:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -248,7 +248,7 @@ def remove_stale(spool: Path) -> None:
         except BlockingIOError:
             continue  # its trainer lives
         else:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".layout").unlink(missing_ok=True)
+            for suffix in (path.suffix, ".layout", ".layout-new"):
+                path.with_suffix(suffix).unlink(missing_ok=True)
         finally:
             os.close(descriptor)

@@ -27,10 +27,11 @@ from publisher.checkpoint import Checkpoint
 from publisher.commit import Attempt, PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, PublisherStopped
+from publisher.find import compile_ahead
 from publisher.mapping import verify_against_files
 from publisher.optimizers import StepRecord
 from publisher.seal import restore, sections, take, whole_sections
-from publisher.shard import Shard
+from publisher.shard import Shard, Source
 from publisher.takeover import check_catalog, claim
 from publisher.upload import Upload
 
@@ -83,6 +84,8 @@ class StreamWriter:
         Raises MappingMismatch, Fenced, StoreError, StoreUnsuitable, CommitUnknown; then the writer is closed.
         """
         try:
+            if any(shard.source is Source.INVERSION for shard in self.shards):
+                compile_ahead()
             require_put_if_absent(self._store)
             stream = create_or_open_stream(self._store)
             self._log = VersionLog(self._store, stream, Patience(deadline=self._config.commit_deadline))

@@ -160,7 +160,8 @@ def test_only_the_memory_of_dead_trainers_is_removed(tmp_path: Path) -> None:
     live = StateFile.create(tmp_path, HEADER)
     dead = tmp_path / f"{'a' * 32}.state"
     dead.write_bytes(b"x")
-    dead.with_suffix(".layout").write_bytes(b"x")
+    for suffix in (".layout", ".layout-new", ".new"):
+        dead.with_suffix(suffix).write_bytes(b"x")
     other = tmp_path / "notes.state"
     other.write_bytes(b"not ours")
     remove_stale(tmp_path)
