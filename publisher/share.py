@@ -88,6 +88,42 @@ def share_optimizer_state(
     return _move(model, named, states, Path(spool_dir))
 
 
+class _Mover:
+    """Gives each storage a region of one file, and moves tensors there: those of one storage share one again."""
+
+    def __init__(self) -> None:
+        self.end = HEADER
+        self._offsets: dict[int, int] = {}
+        self._regions: dict[int, torch.Tensor] = {}
+
+    def reserve(self, nbytes: int) -> int:
+        """First byte of a new region."""
+        offset, self.end = self.end, -(-(self.end + nbytes) // ALIGNMENT) * ALIGNMENT
+        return offset
+
+    def reserve_storage(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() and _address(tensor) not in self._offsets:
+            self._offsets[_address(tensor)] = self.reserve(tensor.untyped_storage().nbytes())
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Where a tensor of a reserved storage goes; one without elements goes nowhere."""
+        inside = int(tensor.storage_offset()) * tensor.element_size()
+        offset = self._offsets[_address(tensor)] + inside if tensor.numel() else HEADER
+        return _place(tensor, tuple(tensor.stride()), offset)
+
+    def moved(self, tensor: torch.Tensor, file: StateFile) -> torch.Tensor:
+        """The same elements, strides included, in the file."""
+        address = _address(tensor)
+        if address not in self._regions:
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self._regions[address] = file.region(self._offsets[address], len(raw))
+            self._regions[address].copy_(raw)
+        storage = self._regions[address].untyped_storage()
+        new = torch.empty(0, dtype=tensor.dtype)
+        return new.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@torch.no_grad()
 def _move(
     model: nn.Module, named: Mapping[str, torch.Tensor], states: Mapping[str, dict[str, Any]], spool: Path
 ) -> SharedState:
@@ -95,65 +131,33 @@ def _move(
     parameters = {_address(p) for p in model.parameters()}
     moving = [t for t in live if _address(t) in parameters]
     moving += [state[key] for state in states.values() for key in _keys(state) if state[key].numel()]
-    copies = {name: t for name, t in named.items() if t.numel() and _address(t) not in parameters}
-
-    plan, end = {}, HEADER  # first byte of each storage
+    copied = {name: t for name, t in named.items() if t.numel() and _address(t) not in parameters}
+    mover = _Mover()
     for tensor in moving:
-        if _address(tensor) not in plan:
-            plan[_address(tensor)], end = end, _aligned(end + tensor.untyped_storage().nbytes())
-    starts = {}
-    for name, tensor in copies.items():
-        starts[name], end = end, _aligned(end + tensor.numel() * tensor.element_size())
+        mover.reserve_storage(tensor)
+    places = {
+        name: _place(t, _contiguous(t.shape), mover.reserve(t.numel() * t.element_size()))
+        for name, t in copied.items()
+    }
+    places |= {name: mover.place(t) for name, t in named.items() if name not in copied}
+    moments = {name: {key: mover.place(state[key]) for key in _keys(state)} for name, state in states.items()}
 
     remove_stale(spool)
-    file = StateFile.create(spool, end)
-    regions: dict[int, torch.Tensor] = {}
-
-    def place(tensor: torch.Tensor) -> Place:
-        """Where a moving tensor goes."""
-        inside = int(tensor.storage_offset()) * tensor.element_size()
-        first = plan[_address(tensor)] + inside if tensor.numel() else HEADER
-        return _place(tensor, tuple(tensor.stride()), first)
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements in the file; all tensors of one storage share one there."""
-        address = _address(tensor)
-        if address not in regions:
-            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            regions[address] = file.region(plan[address], len(raw))
-            regions[address].copy_(raw)
-        new = torch.empty(0, dtype=tensor.dtype)
-        storage = regions[address].untyped_storage()
-        return new.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    with torch.no_grad():
-        layout = Layout(
-            nbytes=end,
-            tensors={
-                name: _place(t, _contiguous(t.shape), starts[name]) if name in copies else place(t)
-                for name, t in named.items()
-            },
-            moments={
-                name: {key: place(state[key]) for key in _keys(state)} for name, state in states.items()
-            },
-        )
-        new_data = {id(t): moved(t) for t in moving}
-        for tensor in live:
-            if id(tensor) in new_data:
-                tensor.data = new_data[id(tensor)]
-        for state in states.values():
-            for key in _keys(state):
-                state[key] = new_data.get(id(state[key]), state[key])
-        shared = SharedState(
-            file,
-            {
-                name: file.tensor(layout.tensors[name]) if name in copies else tensor.detach()
-                for name, tensor in named.items()
-            },
-            {name: {key: state[key] for key in _keys(state)} for name, state in states.items()},
-        )
-        shared.refresh(model)
-    write_layout(file, layout)
+    file = StateFile.create(spool, mover.end)
+    new_data = {id(tensor): mover.moved(tensor, file) for tensor in moving}
+    for tensor in live:
+        if id(tensor) in new_data:
+            tensor.data = new_data[id(tensor)]
+    for state in states.values():
+        for key in _keys(state):
+            state[key] = new_data.get(id(state[key]), state[key])
+    shared = SharedState(
+        file,
+        {name: file.tensor(places[name]) if name in copied else t.detach() for name, t in named.items()},
+        {name: {key: state[key] for key in _keys(state)} for name, state in states.items()},
+    )
+    shared.refresh(model)
+    write_layout(file, Layout(nbytes=mover.end, tensors=places, moments=moments))
     return shared
 
 
@@ -237,7 +241,3 @@ def _place(tensor: torch.Tensor, stride: tuple[int, ...], offset: int) -> Place:
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
