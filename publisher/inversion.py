@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-WIRE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+ROUNDING = 2.0**-21
+"""Of |u|: what kernels that round in different places may differ by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ def reconstruct(
     decay = hyper.decay
     wide = theta.double()
     old = (wide + u.double()) / decay
+    # Weights are often exactly zero (padding, pruning, dequantized files), hardly ever within rounding error of it.
+    old = torch.where(old.abs() < u.double().abs() * ROUNDING, 0.0, old)
     radius = 1.5 * (_ulp32(theta) + _ulp32(old.float())) + u.double().abs() * 2.0**-13
     radius = radius / decay
     low = bits16((old - radius).float(), wire)

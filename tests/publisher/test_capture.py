@@ -150,6 +150,19 @@ def test_a_value_far_below_the_update_cannot_be_rebuilt_and_goes_whole() -> None
     _assert_complete(it, base)
 
 
+@pytest.mark.parametrize("kernel", ["single", "foreach", "fused"])
+def test_exact_zeros_are_rebuilt_though_nothing_of_them_is_left(kernel: str) -> None:
+    """Dequantized and pruned weights are full of zeros: θ_t = −u, and u is only known up to the kernel's rounding."""
+    it = trainee(kernel=kernel, lr=1e-6, weight_decay=0.1)
+    with torch.no_grad():
+        it.parameter[::7] = 0.0
+    it.shard.kept = it.shard.digests()
+    base = it.bits()
+    it.step()
+    assert it.stats.unproved_blocks == 0
+    _assert_complete(it, base)
+
+
 def test_lr_times_decay_of_one_or_more_sends_the_tensor_whole() -> None:
     it = trainee(lr=0.5, weight_decay=0.1)
     it.step()
