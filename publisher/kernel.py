@@ -15,6 +15,7 @@ import numpy as np
 _ROW: Final = 4096
 _U16, _U32, _U64, _F32, _F64 = np.uint16, np.uint32, np.uint64, np.float32, np.float64
 _EXPONENT: Final = _U32(0x7F800000)
+_ROUNDING: Final = 2.0**-21  # inversion.ROUNDING, restated: the compiler's cache looks at this file alone
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,9 +131,7 @@ def _exactly(t, m, v, size, correction, eps, decay):  # type: ignore[no-untyped-
     """New bits, guess, low, high of one element: `publisher.inversion.reconstruct`, operation by operation."""
     u = _F64((size * m) / (np.sqrt(v) / correction + eps))
     old = (_F64(t) + u) / decay
-    if (
-        abs(old) < abs(u) * 2.0**-21
-    ):  # inversion.ROUNDING; a literal, since the cache looks at this file alone
+    if abs(old) < abs(u) * _ROUNDING:
         old = 0.0
     radius = (1.5 * (_ulp32(_bits(t)) + _ulp32(_bits(old))) + abs(u) * 2.0**-13) / decay
     return (
