@@ -102,8 +102,9 @@ class StateFile:
         descriptor = -1
         try:
             spool.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _alone_in(spool):  # else it could be taken for a dead trainer's before it is locked
+                descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, nbytes)  # else a full file system would be a SIGBUS later
             memory = mmap.mmap(descriptor, nbytes)
             hidden.rename(path)
@@ -238,17 +239,33 @@ def remove_stale(spool: Path) -> None:
     """Delete the state of trainers that are gone: nobody holds its lock, and it fills memory."""
     if not spool.is_dir():
         return
-    for path in [p for p in spool.iterdir() if _STATE_NAME.fullmatch(p.name)]:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # its trainer lives
-        else:
-            for suffix in (path.suffix, ".layout", ".layout-new"):
-                path.with_suffix(suffix).unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
+    with _alone_in(spool):
+        for path in [p for p in spool.iterdir() if _STATE_NAME.fullmatch(p.name)]:
+            _remove_if_stale(path)
+
+
+def _remove_if_stale(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # its trainer was faster
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # its trainer lives
+    else:
+        for suffix in (path.suffix, ".layout", ".layout-new"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _alone_in(spool: Path) -> Iterator[None]:
+    """Within, nobody else creates state files in `spool` or removes stale ones. For moments only."""
+    folder = os.open(spool, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

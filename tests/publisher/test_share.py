@@ -1,7 +1,10 @@
 """Optimizer state in shared memory: training goes on bit for bit, and files that lie are refused."""
 
 import copy
+import fcntl
+import os
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,23 @@ def test_only_the_memory_of_dead_trainers_is_removed(tmp_path: Path) -> None:
     remove_stale(tmp_path)
     assert set(tmp_path.iterdir()) == {live.path, other}
     live.remove()
+
+
+def test_making_state_and_removing_stale_state_exclude_each_other(tmp_path: Path) -> None:
+    """A file that is made but not yet locked must not be taken for a dead trainer's."""
+    stale = tmp_path / f"{'a' * 32}.state"
+    stale.write_bytes(b"x")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.submit(StateFile.create, tmp_path, HEADER)
+        removed = threads.submit(remove_stale, tmp_path)
+        assert not wait([made, removed], 0.05, return_when=FIRST_COMPLETED).done
+        assert list(tmp_path.iterdir()) == [stale]
+        os.close(folder)
+        file = made.result()
+    assert list(tmp_path.iterdir()) == [file.path]
+    file.remove()
 
 
 def _state(folder: Path, change: Callable[[dict[str, Any]], None]) -> str:
