@@ -45,7 +45,8 @@ MAX_INDEX: Final = 1 << 40  # flat element indices
 
 _PREFIX: Final = struct.Struct("<8sII")  # magic, format, header length
 _COMMON: Final = {"tensor", "dtype", "start", "stop", "count", "encoding", "frames"}
-_KEYS: Final = {Encoding.DENSE: _COMMON, Encoding.ABSOLUTE: _COMMON | {"rice"}}
+_SPARSE: Final = _COMMON | {"rice"}
+_KEYS: Final = {Encoding.DENSE: _COMMON, Encoding.ABSOLUTE: _SPARSE, Encoding.DELTA: _SPARSE}
 _HINT: Final = "the object is damaged or was written by a faulty program; another copy or an anchor is needed"
 _UPGRADE: Final = "upgrade deltasync on this side first: readers before writers"
 
@@ -163,7 +164,7 @@ class ChunkReader:
         start = self._integer(record, "start", i, MAX_INDEX)
         stop = self._integer(record, "stop", i, MAX_INDEX)
         count = self._integer(record, "count", i, WINDOW)
-        r = self._integer(record, "rice", i, MAX_RICE) if encoding is Encoding.ABSOLUTE else 0
+        r = self._integer(record, "rice", i, MAX_RICE) if encoding is not Encoding.DENSE else 0
         dtype = record["dtype"]
         if not isinstance(dtype, str) or dtype not in (WIDTH if encoding is Encoding.DENSE else SPARSE):
             raise self._corrupt(f"section {i} has dtype {dtype!r:.99} in encoding {encoding}")
@@ -219,7 +220,7 @@ def _record(info: SectionInfo, frames: list[list[int]]) -> dict[str, Any]:
         "encoding": info.encoding.value,
         "frames": frames,
     }
-    return record | {"rice": info.rice} if info.encoding is Encoding.ABSOLUTE else record
+    return record if info.whole else record | {"rice": info.rice}
 
 
 def _overlap(sections: Sequence[SectionInfo]) -> str:

@@ -2,25 +2,29 @@
 
 dense:     one frame per byte plane of the values, least significant byte first.
 absolute:  frames `low`, `high`, `escapes` of the Rice-split gaps (`chunkstore.rice`), then the byte planes.
+delta:     the same of the gaps, then `signs`, `codes` and the byte planes of the escapes (`chunkstore.difference`).
 A stream of no bytes is stored as a frame of length 0; every other frame declares its content size.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from chunkstore import rice
-from chunkstore.dtypes import Bits, bits_dtype
+from chunkstore import difference, rice
+from chunkstore.dtypes import BITS, Bits, bits_dtype
 from chunkstore.errors import CorruptObject
 from chunkstore.section import Encoding, Section
 from chunkstore.store import Buffer
 
 LEVEL: Final = 1  # higher levels gain under 1 % on weights and cost several times the time
 _RICE_FRAMES: Final = 3
+_DELTA_FRAMES: Final = _RICE_FRAMES + 4
+Frames = tuple[bytes, ...]
+
 _HINT: Final = "the object is damaged or was written by a faulty program; another copy or an anchor is needed"
 
 
@@ -51,7 +55,9 @@ class SectionInfo:
 
     @property
     def frame_count(self) -> int:
-        return self.width if self.encoding is Encoding.DENSE else _RICE_FRAMES + self.width
+        if self.encoding is Encoding.DELTA:
+            return _DELTA_FRAMES
+        return self.width if self.whole else _RICE_FRAMES + self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class EncodedSection:
     """A section ready to be packed into a chunk."""
 
     info: SectionInfo
-    frames: tuple[bytes, ...]
+    frames: Frames
 
     @property
     def encoding(self) -> Encoding:
@@ -68,29 +74,30 @@ class EncodedSection:
     @property
     def nbytes(self) -> int:
         """Size of the frames, in bytes; the chunk's header adds about a hundred per section."""
-        return sum(len(f) for f in self.frames)
+        return _size(self.frames)
 
 
 def encode_section(section: Section) -> EncodedSection:
-    """Encode with the smallest encoding that applies: `dense` if whole, else `absolute`.
+    """Encode with the smallest encoding that applies: `dense` if whole, else `absolute` or, where there are old
+    values, `delta`.
 
     Raises ValueError if the section breaks its own rules (see `Section`).
     """
     section.check()
-    whole = section.offsets is None
-    encoding = Encoding.DENSE if whole else Encoding.ABSOLUTE
-    streams: list[Buffer] = []
-    r = 0
-    if section.offsets is not None:
-        split = rice.encode_offsets(section.offsets)
-        r = split.r
-        streams += [split.low, split.high, split.escapes]
-    streams += _planes(section.values)
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    frames = tuple(compressor.compress(s) if len(s) else b"" for s in streams)
-    count = len(section.values)
-    info = SectionInfo(section.tensor, section.dtype, section.start, section.stop, count, encoding, r)
-    return EncodedSection(info, frames)
+    if section.offsets is None:
+        return _encoded(section, Encoding.DENSE, _compress(_planes(section.values)))
+    split = rice.encode_offsets(section.offsets)
+    gaps = _compress([split.low, split.high, split.escapes])
+    if section.relative:
+        return _encoded(section, Encoding.DELTA, gaps + _compress_differences(section.values), split.r)
+    delta = None
+    if section.old is not None:
+        delta = _compress_differences(difference.difference(section.values, section.old))
+    absolute = _compress_below(_planes(section.values), None if delta is None else _size(delta))
+    if absolute is not None:
+        return _encoded(section, Encoding.ABSOLUTE, gaps + absolute, split.r)
+    assert delta is not None, "only a limit is exceeded"
+    return _encoded(section, Encoding.DELTA, gaps + delta, split.r)
 
 
 def decode_section(info: SectionInfo, frames: Sequence[Buffer], where: str) -> Section:
@@ -99,12 +106,44 @@ def decode_section(info: SectionInfo, frames: Sequence[Buffer], where: str) -> S
     `where` names the section in errors. Raises CorruptObject if the frames are not what `info` calls for.
     """
     offsets = None if info.whole else _decode_offsets(info, frames, where)
-    planes = frames[len(frames) - info.width :]
-    octets = np.empty((info.count, info.width), dtype=np.uint8)
-    for j, frame in enumerate(planes):
-        octets[:, j] = np.frombuffer(_decompress(frame, info.count, where), dtype=np.uint8)
-    values: Bits = octets.reshape(-1).view(bits_dtype(info.dtype))
-    return Section(info.tensor, info.dtype, info.start, info.stop, offsets, values)
+    values: Bits
+    if info.encoding is Encoding.DELTA:
+        values = _decode_differences(info.count, frames[_RICE_FRAMES:], where)
+    else:
+        planes = frames[len(frames) - info.width :]
+        values = _join_planes(planes, info.count, bits_dtype(info.dtype), where)
+    relative = info.encoding is Encoding.DELTA
+    return Section(info.tensor, info.dtype, info.start, info.stop, offsets, values, relative)
+
+
+def _encoded(section: Section, encoding: Encoding, frames: Frames, r: int = 0) -> EncodedSection:
+    count = len(section.values)
+    info = SectionInfo(section.tensor, section.dtype, section.start, section.stop, count, encoding, r)
+    return EncodedSection(info, frames)
+
+
+def _compress(streams: Sequence[Buffer]) -> Frames:
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
+    return tuple(compressor.compress(s) if len(s) else b"" for s in streams)
+
+
+def _compress_below(streams: Sequence[Buffer], limit: int | None) -> Frames | None:
+    """All frames, or None as soon as they have more than `limit` bytes together."""
+    frames: Frames = ()
+    for stream in streams:
+        frames += _compress([stream])
+        if limit is not None and _size(frames) > limit:
+            return None
+    return frames
+
+
+def _compress_differences(differences: Bits) -> Frames:
+    split = difference.encode_differences(differences)
+    return _compress([split.signs, split.codes, *_planes(split.escapes)])
+
+
+def _size(frames: Frames) -> int:
+    return sum(len(f) for f in frames)
 
 
 def _decode_offsets(info: SectionInfo, frames: Sequence[Buffer], where: str) -> npt.NDArray[np.uint32]:
@@ -115,6 +154,25 @@ def _decode_offsets(info: SectionInfo, frames: Sequence[Buffer], where: str) -> 
     if offsets is None:
         raise CorruptObject(f"{where}: offsets reach beyond the section's range", hint=_HINT)
     return offsets
+
+
+def _decode_differences(count: int, frames: Sequence[Buffer], where: str) -> Bits:
+    signs = _decompress(frames[0], difference.signs_size(count), where)
+    codes = difference.decode_codes(_decompress(frames[1], difference.codes_size(count), where), count)
+    escaped = int(np.count_nonzero(codes == difference.ESCAPE))
+    escapes = _join_planes(frames[2:], escaped, BITS[2], where)
+    differences = difference.decode_differences(signs, codes, escapes)
+    if differences is None:
+        raise CorruptObject(f"{where}: a difference is beyond 16 bits", hint=_HINT)
+    return differences
+
+
+def _join_planes(planes: Sequence[Buffer], count: int, dtype: np.dtype[Any], where: str) -> Bits:
+    octets = np.empty((count, len(planes)), dtype=np.uint8)
+    for j, frame in enumerate(planes):
+        octets[:, j] = np.frombuffer(_decompress(frame, count, where), dtype=np.uint8)
+    values: Bits = octets.reshape(-1).view(dtype)
+    return values
 
 
 def _planes(values: Bits) -> list[Buffer]:

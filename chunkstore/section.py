@@ -19,6 +19,7 @@ class Encoding(StrEnum):
 
     DENSE = "dense"  # every element of the range, as byte planes
     ABSOLUTE = "absolute"  # changed elements: Rice-split index gaps, and values as byte planes
+    DELTA = "delta"  # the same indices, and differences to the old values, which the receiver has
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,10 @@ class Section:
     """Elements of tensor id `tensor` at flat indices `start` ≤ i < `stop`, inside one window; never none.
 
     `offsets`: uint32, strictly increasing, relative to `start`; None if every element of the range is stored.
-    `values`: bit patterns as `bits_dtype(dtype)`, one per offset, or `stop - start` of them.
+    `values`: bit patterns as `bits_dtype(dtype)`, one per offset, or `stop - start` of them. If `relative`, uint16
+    differences to the base's bits instead (`chunkstore.difference`), none of them 0; only with offsets.
+    `old`: the base's bits, one per value and different from it, where the writer is certain of all of them: then the
+    section may be stored as differences. A section that was read has none.
     """
 
     tensor: int
@@ -35,6 +39,8 @@ class Section:
     stop: int
     offsets: npt.NDArray[np.uint32] | None
     values: Bits
+    relative: bool = False
+    old: Bits | None = None
 
     @property
     def whole(self) -> bool:
@@ -54,6 +60,8 @@ class Section:
             problem = f"{len(self.values)} values for the whole range"
         if not problem and self.offsets is not None:
             problem = self._offsets_problem(self.offsets)
+        if not problem and (self.relative or self.old is not None):
+            problem = self._difference_problem()
         if problem:
             raise ValueError(f"section of tensor {self.tensor}, elements {self.start}…{self.stop}: {problem}")
 
@@ -65,6 +73,17 @@ class Section:
         if int(offsets[-1]) >= self.stop - self.start or not (offsets[1:] > offsets[:-1]).all():
             return "offsets are not strictly increasing inside the range"
         return ""
+
+    def _difference_problem(self) -> str:
+        if self.offsets is None:
+            return "whole sections have no differences"
+        if self.old is None:
+            return "" if self.values.all() else "a difference is 0"
+        if self.relative:
+            return "differences have no old values"
+        if self.old.dtype != self.values.dtype or self.old.shape != self.values.shape:
+            return f"old values are {self.old.dtype}{self.old.shape}, the new ones {self.values.shape}"
+        return "" if (self.old != self.values).all() else "a value equals its old one"
 
 
 def range_problem(start: int, stop: int) -> str:

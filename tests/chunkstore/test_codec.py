@@ -1,5 +1,6 @@
 """Sections and chunks: everything that goes in comes out, at about the size the entropy allows."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkstore import difference
 from chunkstore.bitpack import pack, packed_size, unpack
 from chunkstore.codec import (
     MAX_SECTIONS,
@@ -24,6 +26,8 @@ from chunkstore.errors import LimitExceeded
 from chunkstore.rice import decode_offsets, encode_offsets
 
 BF16_SPECIALS = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0xFFFF, 0x0001, 0x8001]
+
+ONE = np.array([1], np.uint32)
 
 
 def random_values(rng: np.random.Generator, dtype: str, count: int) -> npt.NDArray[Any]:
@@ -59,7 +63,7 @@ def assert_same(got: Section, expected: Section) -> None:
     )
     assert got.values.dtype == expected.values.dtype
     np.testing.assert_array_equal(got.values, expected.values)
-    assert got.whole == expected.whole
+    assert (got.whole, got.relative) == (expected.whole, expected.relative)
     if got.offsets is not None and expected.offsets is not None:
         assert got.offsets.dtype == np.uint32
         np.testing.assert_array_equal(got.offsets, expected.offsets)
@@ -120,6 +124,80 @@ def test_whole_sections_round_trip_in_every_dtype(seed: int, dtype: str, size: i
     round_trip(dense(np.random.default_rng(seed), dtype, size, start=5, rich=rich))
 
 
+def patterns(count: int) -> st.SearchStrategy[npt.NDArray[np.uint16]]:
+    """16-bit floats, with the special ones and their neighbours as likely as all others."""
+    specials = st.sampled_from([x + d & 0xFFFF for x in BF16_SPECIALS for d in (-1, 0, 1)])
+    return st.lists(st.one_of(specials, st.integers(0, 0xFFFF)), min_size=count, max_size=count).map(
+        lambda values: np.array(values, np.uint16)
+    )
+
+
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(patterns(n), patterns(n))))
+def test_differences_lead_from_any_old_bits_to_any_new_ones(pair: tuple[Any, Any]) -> None:
+    """NaN payloads, zeros of both signs, infinities; wrapping around where the two lie far apart."""
+    new, old = pair
+    moved = difference.difference(new, old)
+    np.testing.assert_array_equal(difference.add(old, moved), new)
+    np.testing.assert_array_equal(moved == 0, new == old)
+    section = Section(0, "F16", 0, len(new), np.arange(len(new), dtype=np.uint32), moved, relative=True)
+    if moved.all():
+        encoded = encode_section(section)
+        assert encoded.encoding is Encoding.DELTA
+        round_trip(section)
+
+
+def test_order_sorts_as_numbers_do() -> None:
+    """Of all floats that are numbers, with −0 directly below +0; and it is a bijection."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    ordered = difference.order(bits)
+    np.testing.assert_array_equal(difference.unorder(ordered), bits)
+    assert sorted(ordered.tolist()) == bits.tolist()
+    values = np.empty(1 << 16, np.float32)
+    values[ordered] = (bits.astype(np.uint32) << 16).view(np.float32)
+    numbers = values[~np.isnan(values)]
+    assert (np.diff(numbers) >= 0).all()
+    assert difference.order(np.array([0x8000, 0x0000], np.uint16)).tolist() == [0x7FFF, 0x8000]
+    assert difference.order(np.array([0xFFFF, 0x7FFF], np.uint16)).tolist() == [0, 0xFFFF]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 1 << 30), st.integers(1, 60_000), st.sampled_from([1e-4, 0.01, 0.99]), st.booleans())
+def test_sections_with_old_values_round_trip(seed: int, size: int, density: float, near: bool) -> None:
+    rng = np.random.default_rng(seed)
+    section = with_old(sparse(rng, size, density), rng, near)
+    encoded = encode_section(section)
+    read = ChunkReader(pack_chunk([encoded]), name="x").decode(0)
+    read.check()
+    assert read.relative == (encoded.encoding is Encoding.DELTA)
+    assert section.old is not None
+    values = difference.add(section.old, read.values) if read.relative else read.values
+    np.testing.assert_array_equal(values, section.values)
+    np.testing.assert_array_equal(read.offsets, section.offsets)
+
+
+def with_old(section: Section, rng: np.random.Generator, near: bool) -> Section:
+    """With old values: one or a few representable values away as in training, or anywhere."""
+    count = len(section.values)
+    if near:
+        steps = rng.geometric(0.87, count).astype(np.uint16)
+        moved = np.where(rng.random(count) < 0.5, steps, -steps).astype(np.uint16)
+    else:
+        moved = rng.integers(1, 1 << 16, count).astype(np.uint16)
+    return replace(section, old=difference.add(section.values, -moved))
+
+
+def test_the_smaller_of_the_two_sparse_encodings_is_taken() -> None:
+    rng = np.random.default_rng(6)
+    section = sparse(rng, 100_000, 0.1)
+    near, far = with_old(section, rng, near=True), with_old(section, rng, near=False)
+    constant = replace(far, values=np.full_like(far.values, 0x3F80), old=far.old)
+    constant = replace(constant, old=np.where(far.old == 0x3F80, np.uint16(0), far.old))  # type: ignore[arg-type]
+    for candidate, expected in [(near, "delta"), (far, "absolute"), (constant, "absolute")]:
+        chosen, absolute = encode_section(candidate), encode_section(replace(candidate, old=None))
+        assert chosen.encoding == expected
+        assert chosen.nbytes < absolute.nbytes if expected == "delta" else chosen == absolute
+
+
 def test_full_window_and_many_sections_in_one_chunk() -> None:
     rng = np.random.default_rng(1)
     round_trip(
@@ -153,6 +231,19 @@ def test_size_is_close_to_the_entropy(density: float, ratio: float) -> None:
     assert size * 8 / len(offsets) < ratio * (index + 11)
 
 
+@pytest.mark.parametrize("density", [0.002, 0.01, 0.05])
+def test_differences_are_close_to_the_entropy(density: float) -> None:
+    """Independent changes by mostly one representable value, against index entropy plus value entropy."""
+    rng = np.random.default_rng(2)
+    offsets = np.flatnonzero(rng.random(WINDOW) < density).astype(np.uint32)
+    section = with_old(
+        Section(0, "BF16", 0, WINDOW, offsets, random_values(rng, "BF16", len(offsets))), rng, True
+    )
+    size = len(pack_chunk([encode_section(section)]))
+    index, value = (-(q * np.log2(q) + (1 - q) * np.log2(1 - q)) / q for q in (density, 0.87))
+    assert size * 8 / len(offsets) < 1.04 * (index + 1 + value)
+
+
 def test_clustered_changes_cost_almost_no_index() -> None:
     """Whole rows of an embedding: the gaps repeat, and the encoding must profit."""
     rows = np.arange(0, 4096, 97)
@@ -180,6 +271,11 @@ def test_encoding_follows_the_section() -> None:
         (Section(0, "BF16", 0, 3, None, np.zeros(2, np.uint16)), "2 values"),
         (Section(0, "Q4", 0, 3, None, np.zeros(3, np.uint16)), "unknown dtype"),
         (Section(0, "F32", 0, 3, np.zeros(1, np.uint32), np.zeros(1, np.uint32)), "stored whole only"),
+        (Section(0, "BF16", 0, 1, None, np.ones(1, np.uint16), True), "whole sections have no differences"),
+        (Section(0, "BF16", 0, 9, ONE, np.zeros(1, np.uint16), True), "a difference is 0"),
+        (Section(0, "BF16", 0, 9, ONE, np.ones(1, np.uint16), True, ONE.astype(np.uint16)), "no old values"),
+        (Section(0, "BF16", 0, 9, ONE, np.ones(1, np.uint16), old=np.ones(1, np.uint16)), "equals its old"),
+        (Section(0, "BF16", 0, 9, ONE, np.ones(1, np.uint16), old=np.zeros(2, np.uint16)), "old values are"),
         (Section(0, "BF16", 0, 9, np.array([3, 3], np.uint32), np.zeros(2, np.uint16)), "increasing"),
         (Section(0, "BF16", 0, 9, np.array([3, 9], np.uint32), np.zeros(2, np.uint16)), "increasing"),
     ],

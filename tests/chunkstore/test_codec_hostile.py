@@ -18,6 +18,7 @@ from chunkstore.codec import (
     MAX_SECTIONS,
     WINDOW,
     ChunkReader,
+    Encoding,
     Section,
     encode_section,
     pack_chunk,
@@ -37,6 +38,9 @@ def valid_chunk() -> bytes:
         Section(1, "BF16", 0, 6000, offsets, values),
         Section(2, "F32", 100, 150, None, whole),
         Section(3, "U8", 0, 300, None, np.zeros(300, np.uint8)),
+        Section(
+            4, "F16", 0, 6000, offsets, np.array([1, 2, 3, 4, 300, 0x8000, 0xFFFF, 0xFC00], np.uint16), True
+        ),
     ]
     return pack_chunk([encode_section(s) for s in sections])
 
@@ -89,7 +93,8 @@ def edited(change: Callable[[Header], object], body: bytes | None = None) -> byt
 def test_the_unchanged_chunk_decodes() -> None:
     header, body = parts(VALID)
     assert build(header, body) == VALID
-    assert len(ChunkReader(VALID, name=NAME).sections) == 3
+    encodings = [s.encoding for s in ChunkReader(VALID, name=NAME).sections]
+    assert encodings == [Encoding.ABSOLUTE, Encoding.DENSE, Encoding.DENSE, Encoding.DELTA]
     decode_all(VALID)
 
 
@@ -122,7 +127,7 @@ JUNK = st.one_of(
     st.floats(),
     st.text(max_size=5),
     st.binary(max_size=5),
-    st.sampled_from(["dense", "absolute", "delta", "BF16", "F32", "U8"]),
+    st.sampled_from(["dense", "absolute", "delta", "sparse", "BF16", "F32", "U8"]),
     st.lists(st.integers(0, 1 << 20), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(0, 5), max_size=2),
 )
@@ -130,7 +135,7 @@ KEYS = st.sampled_from(["tensor", "dtype", "start", "stop", "count", "encoding",
 
 
 @settings(deadline=None, max_examples=400)
-@given(st.lists(st.tuples(st.integers(0, 2), KEYS, JUNK), min_size=1, max_size=3))
+@given(st.lists(st.tuples(st.integers(0, 3), KEYS, JUNK), min_size=1, max_size=3))
 def test_edited_header_fields(edits: list[tuple[int, str, Any]]) -> None:
     def change(header: Header) -> None:
         for i, key, value in edits:
@@ -140,7 +145,7 @@ def test_edited_header_fields(edits: list[tuple[int, str, Any]]) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.integers(0, 2), st.integers(0, 4), st.integers(0, 1), JUNK)
+@given(st.integers(0, 3), st.integers(0, 6), st.integers(0, 1), JUNK)
 def test_edited_frame_tables(i: int, frame: int, which: int, value: Any) -> None:
     def change(header: Header) -> None:
         table = header["sections"][i]["frames"]
@@ -162,10 +167,8 @@ def test_any_header(header: Any) -> None:
 def test_versions_and_encodings_of_the_future() -> None:
     header, body = parts(VALID)
     refused(build(header, body, version=2), FormatUnsupported, "format 2")
-    refused(edited(lambda h: h["sections"][0].update(encoding="delta")), FormatUnsupported, "'delta'")
-    refused(
-        edited(lambda h: h["sections"][0].update(encoding="delta", signs=[1])), FormatUnsupported, "'delta'"
-    )
+    refused(edited(lambda h: h["sections"][0].update(encoding="xor")), FormatUnsupported, "'xor'")
+    refused(edited(lambda h: h["sections"][0].update(encoding="xor", key=[1])), FormatUnsupported, "'xor'")
 
 
 def test_other_files_are_not_chunks() -> None:
@@ -254,7 +257,15 @@ def test_frames_whose_content_is_not_what_the_count_implies() -> None:
 
 
 def rice_section(r: int, low: bytes, high: bytes, escapes: bytes, stop: int) -> bytes:
-    streams = [low, high, escapes, bytes(len(high)), bytes(len(high))]
+    return sparse_section(r, [low, high, escapes, bytes(len(high)), bytes(len(high))], len(high), stop)
+
+
+def delta_section(signs: bytes, codes: bytes, escapes: list[bytes], count: int) -> bytes:
+    """The first `count` elements of 100, with these streams of differences."""
+    return sparse_section(0, [b"", bytes(count), b"", signs, codes, *escapes], count, 100, "delta")
+
+
+def sparse_section(r: int, streams: list[bytes], count: int, stop: int, encoding: str = "absolute") -> bytes:
     frames = [zstandard.ZstdCompressor().compress(s) if s else b"" for s in streams]
     table, end = [], 0
     for frame in frames:
@@ -265,8 +276,8 @@ def rice_section(r: int, low: bytes, high: bytes, escapes: bytes, stop: int) -> 
         "dtype": "BF16",
         "start": 0,
         "stop": stop,
-        "count": len(high),
-        "encoding": "absolute",
+        "count": count,
+        "encoding": encoding,
     }
     return build({"sections": [record | {"rice": r, "frames": table}]}, b"".join(frames))
 
@@ -312,6 +323,52 @@ def test_a_gap_that_is_shifted_out_of_32_bits() -> None:
 def test_an_escape_that_wraps_around_32_bits() -> None:
     extra = struct.pack("<I", (1 << 32) - 1)
     refused(rice_section(0, b"", b"\xff", extra, 1000), CorruptObject, "beyond")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 0xFFFF)), min_size=1, max_size=40),
+    st.integers(0, 0xFF),
+)
+def test_differences_of_any_streams(items: list[tuple[bool, int, int]], unused: int) -> None:
+    """Whatever bits arrive: a difference that is not 0, or a refusal. Unused bits do not matter."""
+    count = len(items)
+    signs = sum(negative << i for i, (negative, _, _) in enumerate(items)) | unused << count
+    codes = sum(code << 2 * i for i, (_, code, _) in enumerate(items)) | unused << 2 * count
+    sign_bytes, code_bytes = (count + 7) // 8, (2 * count + 7) // 8
+    escapes = [escape for _, code, escape in items if code == 3]
+    data = delta_section(
+        (signs & (1 << 8 * sign_bytes) - 1).to_bytes(sign_bytes, "little"),
+        (codes & (1 << 8 * code_bytes) - 1).to_bytes(code_bytes, "little"),
+        [bytes(e & 255 for e in escapes), bytes(e >> 8 for e in escapes)],
+        count,
+    )
+    if any(escape > 32764 for escape in escapes):
+        refused(data, CorruptObject, "beyond 16 bits")
+        return
+    section = ChunkReader(data, name=NAME).decode(0)
+    assert section.relative
+    expected = [
+        (-1 if negative else 1) * (code + 1 + (escape if code == 3 else 0))
+        for negative, code, escape in items
+    ]
+    assert section.values.tolist() == [d % (1 << 16) for d in expected]
+    assert 0 not in section.values
+
+
+def test_streams_of_differences_have_the_sizes_that_follow() -> None:
+    decode_all(delta_section(b"\0", b"\x0f\0", [b"\0\0", b"\0\0"], 8))
+    refused(delta_section(b"\0\0", b"\0\0", [b"", b""], 8), CorruptObject, "2 bytes, not 1")
+    refused(delta_section(b"\0", b"\0", [b"", b""], 8), CorruptObject, "1 bytes, not 2")
+    refused(delta_section(b"\0", b"\x0f\0", [b"\0", b"\0"], 8), CorruptObject, "1 bytes, not 2")
+    refused(delta_section(b"\0", b"\0\0", [b"\0", b""], 8), CorruptObject, "cannot hold 0")
+
+
+def test_differences_are_of_sixteen_bits() -> None:
+    def change(header: Header) -> None:
+        header["sections"][3]["dtype"] = "F32"
+
+    refused(edited(change), CorruptObject, "dtype 'F32' in encoding delta")
 
 
 def test_a_bomb_allocates_nothing() -> None:

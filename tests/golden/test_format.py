@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from chunkstore import digest, digest_torch
+from chunkstore import difference, digest, digest_torch
 from chunkstore.codec import ChunkReader, Encoding, Section, encode_section, pack_chunk
 from chunkstore.dtypes import SPARSE, WIDTH, bits_dtype
 from chunkstore.rice import decode_offsets
@@ -145,12 +145,14 @@ def described(file: str) -> list[Section]:
             where = None if offsets == "all" else np.array(offsets.split(), dtype=np.uint32)
             values = words(codes(row["values"]), bits_dtype(dtype).str)
             start, stop = int(row["start"]), int(row["stop"])
-            out.append(Section(int(row["tensor"]), dtype, start, stop, where, values))
+            relative = file.startswith("delta")
+            out.append(Section(int(row["tensor"]), dtype, start, stop, where, values, relative))
     return out
 
 
 def same(a: Section, b: Section) -> bool:
-    places = (a.tensor, a.dtype, a.start, a.stop, a.whole) == (b.tensor, b.dtype, b.start, b.stop, b.whole)
+    fields = ("tensor", "dtype", "start", "stop", "whole", "relative")
+    places = all(getattr(a, field) == getattr(b, field) for field in fields)
     if a.offsets is not None and b.offsets is not None:
         places = places and np.array_equal(a.offsets, b.offsets)
     return places and np.array_equal(a.values, b.values)
@@ -189,8 +191,39 @@ def test_streams_of_the_gaps(row: Row) -> None:
     (info,) = ChunkReader(data, name=file).sections
     assert info.rice == int(spec["r"])
     stored = [zstandard.ZstdDecompressor().decompress(f) for f in frames(data)]
-    assert stored[:2] == [low, high]
-    assert (stored[2] if escapes else b"") == escapes
+    expected = [stream for stream in streams if stream]
+    assert stored[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("row", tables("Chunks")[2], ids=lambda r: r["file"])
+def test_streams_of_the_differences(row: Row) -> None:
+    file = code(row["file"])
+    expected = np.array([number(x) for x in row["differences"].split()], np.int64).astype(np.uint16)
+    split = difference.encode_differences(expected)
+    large = [bytes.fromhex(x) for x in codes(row["`large`"])] or [b"", b""]
+    assert [split.signs.hex(), split.codes.hex()] == [code(row["`signs`"]), code(row["`codes`"])]
+    assert [
+        (split.escapes & 255).astype("u1").tobytes(),
+        (split.escapes >> 8).astype("u1").tobytes(),
+    ] == large
+    stored = [zstandard.ZstdDecompressor().decompress(f) for f in frames((GOLDEN / file).read_bytes())]
+    streams = [split.signs, split.codes, *(plane for plane in large if plane)]
+    assert stored[-len(streams) :] == streams
+    (section,) = described(file)
+    np.testing.assert_array_equal(section.values, expected)
+
+
+@pytest.mark.parametrize("row", tables("Chunks")[3], ids=lambda r: f"{r['old']} {r['new']}")
+def test_differences_between_patterns(row: Row) -> None:
+    old, new = (words(codes(row[column]), "<u2") for column in ("old", "new"))
+    expected = number(row["difference"]) % (1 << 16)
+    assert difference.difference(new, old).tolist() == [expected]
+    assert difference.add(old, np.array([expected], np.uint16)).tolist() == new.tolist()
+
+
+def number(text: str) -> int:
+    """A decimal number whose minus is the typographic one."""
+    return int(text.replace("−", "-"))
 
 
 def frames(data: bytes) -> list[bytes]:
@@ -206,6 +239,8 @@ def test_golden_files_are_what_the_document_hashes() -> None:
         "absolute.chunk": "06fe3635cdc5039e",
         "absolute-escapes.chunk": "69bbc3090d07abf9",
         "absolute-planes.chunk": "5e92db448f3857dc",
+        "delta.chunk": "db0440116b0dd4a2",
+        "delta-escapes.chunk": "9d6cfdb5de0aa22d",
         "dense.chunk": "913ae0f2621ca993",
     }
 
