@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from chunkstore import difference
 from chunkstore.codec import Section
 from chunkstore.digest import digest, digest_at
 from chunkstore.dtypes import Bits, bits_dtype
@@ -73,7 +74,7 @@ class Image:
             )
 
     def write(self, section: Section) -> None:
-        """Store the elements of `section` and update its tensor's digest."""
+        """Store the elements of `section`, whose base this holds, and update its tensor's digest."""
         name = self.catalog.tensors[section.tensor].name
         array = self.arrays[section.tensor]
         if section.offsets is None:
@@ -82,8 +83,10 @@ class Image:
             old[:] = section.values
         else:
             at = section.offsets.astype(np.int64) + section.start
-            change = digest_at(name, at, section.values) - digest_at(name, at, array[at])
-            array[at] = section.values
+            before = array[at]
+            values = difference.add(before, section.values) if section.relative else section.values
+            change = digest_at(name, at, values) - digest_at(name, at, before)
+            array[at] = values
         self.digests[section.tensor] = (self.digests[section.tensor] + change) & _MASK
 
 

@@ -1,14 +1,17 @@
 """Fold the sections that several versions hold of one window into one update: the last version wins."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from chunkstore import difference
 from chunkstore.codec import WINDOW, Section
 from chunkstore.dtypes import Bits, bits_dtype
 from manifest.catalog import TensorSpec
+
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Update:
 
     `offsets`: uint32, strictly increasing, relative to `start`; None if every element of the range is given.
     `values`: bit patterns as `bits_dtype` of the tensor's dtype, one per element given.
+    `relative`: bool, one per element given: where True the value is still a difference to the base's bits
+    (`chunkstore.difference`); None if no value is.
     """
 
     tensor: int
@@ -25,29 +30,42 @@ class Update:
     stop: int
     offsets: npt.NDArray[np.uint32] | None
     values: Bits
+    relative: Flags | None = None
 
 
 def merge(spec: TensorSpec, tensor: int, window: int, sections: Iterable[Section]) -> Update:
     """The update that equals applying `sections`, in version order, one after the other.
 
-    All sections are of tensor id `tensor` and lie inside window number `window`. Memory: a bitmap and a copy
+    All sections are of tensor id `tensor` and lie inside window number `window`. Memory: two bitmaps and a copy
     of one window, whatever the number of sections; they are consumed one at a time.
     """
     start, stop = window * WINDOW, min((window + 1) * WINDOW, spec.numel)
     values = np.zeros(stop - start, bits_dtype(spec.dtype))
-    given = np.zeros(stop - start, np.bool_)
+    given, relative = np.zeros(stop - start, np.bool_), np.zeros(stop - start, np.bool_)
     for section in sections:
         assert (section.tensor, section.dtype) == (tensor, spec.dtype), "section of another tensor"
         assert start <= section.start < section.stop <= stop, "section of another window"
         lo, hi = section.start - start, section.stop - start
-        if section.offsets is None:
-            values[lo:hi] = section.values
-            given[lo:hi] = True
+        at = slice(lo, hi) if section.offsets is None else section.offsets + np.uint32(lo)
+        if section.relative:
+            known = given[at] & ~relative[at]
+            before = values[at]  # bits where known, else the sum of the differences so far
+            values[at] = np.where(known, difference.add(before, section.values), before + section.values)
+            relative[at] = ~known
         else:
-            at = section.offsets + np.uint32(lo)
             values[at] = section.values
-            given[at] = True
+            relative[at] = False
+        given[at] = True
     if given.all():
-        return Update(tensor, start, stop, None, values)
+        return Update(tensor, start, stop, None, values, relative if relative.any() else None)
     offsets = np.flatnonzero(given).astype(np.uint32)
-    return Update(tensor, start, stop, offsets, values[offsets])
+    left = relative[offsets]
+    return Update(tensor, start, stop, offsets, values[offsets], left if left.any() else None)
+
+
+def resolve(update: Update, base: Bits) -> Update:
+    """The same update with every difference resolved. `base`: the base's bits of the elements given, in their order."""
+    if update.relative is None:
+        return update
+    values = np.where(update.relative, difference.add(base, update.values), update.values)
+    return replace(update, values=values, relative=None)

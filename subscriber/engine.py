@@ -27,6 +27,7 @@ class EngineState:
 class Prepared:
     """An update that was checked against the live weights and may be written.
 
+    `staged`: what was given to `prepare`, every difference resolved, so that it may be written again after a crash.
     `token`: names the live weights' state when they were read; None if it does not matter what is live, which
     makes it a repair. `changed`: elements whose bits will differ, None where the old values were not read.
     """
@@ -56,9 +57,10 @@ class Engine(Protocol):
         """Read all live weights. Raises EngineMismatch naming every tensor that does not fit the catalog."""
 
     async def prepare(self, staged: StagedUpdate) -> Prepared:
-        """Read only, while serving: check that the update turns what is live into the manifest's digests.
+        """Read only, while serving: resolve differences against what is live, and check that the update turns it into
+        the manifest's digests.
 
-        Raises EngineMismatch, VerificationFailed, StagedLost; nothing was written.
+        Raises EngineMismatch, VerificationFailed, StagedLost, StagingFull; nothing was written.
         """
 
     async def scatter(self, prepared: Prepared) -> Scattered:

@@ -7,6 +7,7 @@ from typing import Final
 
 from chunkstore.codec import WINDOW, ChunkReader, Section
 from manifest.catalog import Catalog
+from manifest.errors import ManifestInvalid
 from manifest.merge import merge
 from manifest.plan import Plan
 from manifest.schema import ChunkRef
@@ -26,22 +27,29 @@ def stage(
     """Write the update of `plan` into the new directory `path`.
 
     All chunks of the plan are in `spool`. Memory: one window, whatever the number of versions. Raises StagedLost,
-    CorruptObject, StagingFull.
+    CorruptObject, ManifestInvalid, StagingFull.
     """
     readers = _Readers(spool, catalog)
     with disk_errors(path.parent), StagingWriter(path, catalog, base, plan.steps[-1]) as writer:
         for (tensor, window), places in sorted(_by_window(plan).items(), key=lambda item: item[0]):
             check()
-            writer.add(merge(catalog.tensors[tensor], tensor, window, readers.sections(places)))
+            update = merge(catalog.tensors[tensor], tensor, window, readers.sections(places))
+            if base is None and update.relative is not None:
+                raise _without_base(plan, catalog.tensors[tensor].name)
+            writer.add(update)
         return writer.finish()
 
 
 def staged_bytes(plan: Plan, catalog: Catalog) -> int:
-    """At most how large the staged values of `plan` become."""
-    total = 0
-    for section in (s for step in plan.steps for chunk in step.chunks for s in chunk.sections):
-        total += section.changed * (catalog.tensors[section.tensor].width + (0 if section.whole else 4))
-    return min(total, sum(t.numel * (t.width + 4) for t in catalog.tensors))
+    """At most how large the staged values of `plan` become, together with their resolved form if they need one."""
+    values = flags = 0
+    sections = [s for step in plan.steps for chunk in step.chunks for s in chunk.sections]
+    for section in sections:
+        values += section.changed * (catalog.tensors[section.tensor].width + (0 if section.whole else 4))
+        flags += (section.changed + 7) // 8
+    values = min(values, sum(t.numel * (t.width + 4) for t in catalog.tensors))
+    may_be_relative = not plan.from_anchor and not all(s.whole for s in sections)
+    return 2 * values + flags if may_be_relative else values
 
 
 def _by_window(plan: Plan) -> dict[tuple[int, int], list[_Place]]:
@@ -52,6 +60,15 @@ def _by_window(plan: Plan) -> dict[tuple[int, int], list[_Place]]:
             for number, section in enumerate(chunk.sections):
                 out[section.tensor, section.start // WINDOW].append((chunk, number))
     return out
+
+
+def _without_base(plan: Plan, name: str) -> ManifestInvalid:
+    target = plan.steps[-1].version
+    return ManifestInvalid(
+        f"version {target}: {name!r} is given as differences to values that no step from version "
+        f"{plan.steps[0].version} on contains",
+        hint="the version cannot be used; ask the publisher for an anchor",
+    )
 
 
 class _Readers:

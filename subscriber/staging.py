@@ -1,6 +1,10 @@
-"""A staged update: resolved absolute values as raw arrays in local files, kept until the apply is recorded.
+"""A staged update: values as raw arrays in local files, kept until the apply is recorded.
 
-Layout of its directory: `values.bin` holds, per piece, its offsets (uint32) and its values, little-endian;
+Only one whose values are all absolute is ever applied, or reopened. One that holds differences is an intermediate:
+the engine's `prepare` resolves them against the live weights into another staged update, inside its directory.
+
+Layout of its directory: `values.bin` holds, per piece, its offsets (uint32), its values, little-endian, and for a
+piece with differences one bit per value that says which are;
 `manifest.msgpack` and `catalog.msgpack` say what it leads to; `index.msgpack`, written last, lists the pieces.
 Nothing is fsynced: these files only have to outlive a process; a lost machine loses the engine too, and every
 piece is checked against its length and hash whenever it is read.
@@ -28,7 +32,7 @@ from manifest.plan import Applied
 from manifest.schema import Manifest
 from subscriber.errors import StagedLost
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _INDEX: Final = "index.msgpack"
 _VALUES: Final = "values.bin"
 _MANIFEST: Final = "manifest.msgpack"
@@ -55,13 +59,17 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One update inside `values.bin`: flat indices `start` … `stop` of a tensor, `count` elements stored."""
+    """One update inside `values.bin`: flat indices `start` … `stop` of a tensor, `count` elements stored.
+
+    `relative`: some of its values are differences to the base.
+    """
 
     tensor: int
     start: int
     stop: int
     whole: bool
     count: int
+    relative: bool
     position: int
     nbytes: int
     hash: int  # xxh3_64 of the piece's bytes
@@ -92,6 +100,11 @@ class StagedUpdate:
         """Size of the staged values, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    @property
+    def relative(self) -> bool:
+        """Whether some values are still differences to the base: then it cannot be applied."""
+        return any(piece.relative for piece in self.pieces)
+
     def updates(self) -> Iterator[Update]:
         """The pieces in file order, each read and checked when its turn comes. Raises StagedLost."""
         try:
@@ -111,7 +124,11 @@ class StagedUpdate:
         split = 0 if piece.whole else piece.count * 4
         offsets = None if piece.whole else np.frombuffer(data, "<u4", piece.count)
         values: Bits = np.frombuffer(data, values_dtype, piece.count, split)
-        return Update(piece.tensor, piece.start, piece.stop, offsets, values)
+        relative = None
+        if piece.relative:
+            packed = np.frombuffer(data, np.uint8, offset=split + values.nbytes)
+            relative = np.unpackbits(packed, count=piece.count).view(np.bool_)
+        return Update(piece.tensor, piece.start, piece.stop, offsets, values, relative)
 
 
 class StagingWriter:
@@ -135,7 +152,8 @@ class StagingWriter:
     def add(self, update: Update) -> None:
         """Append one window's update."""
         offsets = b"" if update.offsets is None else update.offsets.astype("<u4", copy=False).tobytes()
-        data = offsets + update.values.tobytes()
+        relative = b"" if update.relative is None else np.packbits(update.relative).tobytes()
+        data = offsets + update.values.tobytes() + relative
         self._file.write(data)
         self._pieces.append(
             Piece(
@@ -144,6 +162,7 @@ class StagingWriter:
                 stop=update.stop,
                 whole=update.offsets is None,
                 count=len(update.values),
+                relative=update.relative is not None,
                 position=self._position,
                 nbytes=len(data),
                 hash=xxhash.xxh3_64_intdigest(data),
@@ -196,10 +215,14 @@ def load_staged(path: Path, index_hash: bytes) -> StagedUpdate:
 def _check_pieces(path: Path, catalog: Catalog, pieces: tuple[Piece, ...]) -> None:
     for piece in pieces:
         spec = catalog.tensors[piece.tensor]
-        size = piece.count * (spec.width + (0 if piece.whole else 4))
+        size = (
+            piece.count * (spec.width + (0 if piece.whole else 4)) + (piece.count + 7) // 8 * piece.relative
+        )
         inside = 0 <= piece.start < piece.stop <= spec.numel and piece.stop - piece.start <= WINDOW
         if not inside or piece.nbytes != size:
             raise _lost(path, f"a piece of {spec.name!r} does not fit the catalog")
+        if piece.relative:
+            raise _lost(path, f"a piece of {spec.name!r} was never resolved")
 
 
 def _lost(path: Path, why: str) -> StagedLost:

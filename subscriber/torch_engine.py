@@ -104,8 +104,8 @@ class TorchEngine:
         def gather(update: Update) -> list[Bits]:
             return [torch_bits.gather(copy, update) for copy in live[update.tensor].copies]
 
-        changed = verify(staged, gather, check)
-        return Prepared(staged, token, changed)
+        resolved, changed = verify(staged, gather, check)
+        return Prepared(resolved, token, changed)
 
     def _scatter(self, prepared: Prepared) -> Scattered:
         staged = prepared.staged

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkstore import difference
 from chunkstore.codec import Section, encode_section, pack_chunk
 from chunkstore.errors import CorruptObject, DeltasyncError, ObjectMissing
 from chunkstore.memory import MemoryStore
@@ -32,6 +33,7 @@ def build(per_chunk: int = 3) -> StreamBuilder:
 
 def test_chunks_come_back_as_they_were_written() -> None:
     stream = build()
+    before, relative = None, 0
     for manifest, weights in zip(stream.manifests, stream.weights, strict=True):
         check_layout(manifest, stream.catalog)
         for ref in manifest.chunks:
@@ -42,7 +44,15 @@ def test_chunks_come_back_as_they_were_written() -> None:
                     section.start : section.stop
                 ]
                 expected = flat if section.offsets is None else flat[section.offsets]
-                np.testing.assert_array_equal(section.values, expected)
+                values = section.values
+                if section.relative:
+                    assert before is not None
+                    base = before[stream.catalog.tensors[section.tensor].name].bits.ravel()[section.start :]
+                    values = difference.add(base[section.offsets], values)
+                    relative += 1
+                np.testing.assert_array_equal(values, expected)
+        before = weights
+    assert relative
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_staged_value_was_damaged_after_the_crash(tmp_path: Path) -> None:
     world.run()
     world.builder.train()
     world.run_and_die("subscriber.mid_scatter:3")
-    (values,) = (tmp_path / "state").glob("staging/worker/update-*/values.bin")
+    (values,) = (tmp_path / "state").glob("staging/worker/update-*/resolved/values.bin")
     data = bytearray(values.read_bytes())
     data[len(data) // 2] ^= 1
     values.write_bytes(data)

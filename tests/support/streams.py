@@ -71,13 +71,20 @@ def sections_of(tensor: int, new: Tensor, old: Tensor | None) -> Iterator[Sectio
     for start in range(0, flat.size, WINDOW):
         values = flat[start : start + WINDOW]
         stop = start + values.size
-        changed = None if old is None else np.flatnonzero(values != old.bits.ravel()[start:stop])
+        before = None if old is None else old.bits.ravel()[start:stop]
+        changed = None if before is None else np.flatnonzero(values != before)
         if changed is not None and not changed.size:
             continue
-        if changed is None or new.dtype not in ("BF16", "F16") or 3 * changed.size > values.size:
+        if (
+            before is None
+            or changed is None
+            or new.dtype not in ("BF16", "F16")
+            or 3 * changed.size > values.size
+        ):
             yield Section(tensor, new.dtype, start, stop, None, values.copy())
         else:
-            yield Section(tensor, new.dtype, start, stop, changed.astype(np.uint32), values[changed])
+            offsets = changed.astype(np.uint32)
+            yield Section(tensor, new.dtype, start, stop, offsets, values[changed], old=before[changed])
 
 
 class StreamBuilder:
