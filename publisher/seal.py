@@ -101,7 +101,7 @@ def _window(sealed: Sealed, start: int, stop: int, stats: CaptureStats) -> Itera
     whole = changes.whole[blocks] | wrong
     changes.whole[blocks] = whole  # should the commit fail, these blocks stay whole
     keep = (new != old) & ~whole[(offsets - start) // BLOCK]
-    yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep])
+    yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep], old[keep])
 
 
 def _read(shard: Shard, start: int, stop: int) -> torch.Tensor:
@@ -123,6 +123,7 @@ def _cut(
     whole: Flags,
     offsets: Offsets,
     new: Bits16,
+    old: Bits16,
 ) -> Iterator[Section]:
     spec = shard.spec
     stored = int(np.count_nonzero(whole)) * BLOCK + len(offsets)
@@ -138,7 +139,8 @@ def _cut(
         first, last = np.searchsorted(offsets, [low - start, high - start])
         if first < last:
             inside = (offsets[first:last] - (low - start)).astype(np.uint32)
-            yield Section(shard.id, spec.dtype, low, high, inside, new[first:last])
+            part = slice(first, last)
+            yield Section(shard.id, spec.dtype, low, high, inside, new[part], old=old[part])
 
 
 def _runs(whole: Flags, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:

@@ -121,7 +121,7 @@ class Upload:
 
 
 def _raw_bytes(section: Section) -> int:
-    return section.values.nbytes + (0 if section.offsets is None else section.offsets.nbytes)
+    return sum(part.nbytes for part in (section.values, section.offsets, section.old) if part is not None)
 
 
 def _section_ref(section: Section) -> SectionRef:
