@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from chunkstore.errors import (
     AccessDenied,
     CorruptObject,
+    DeltasyncError,
+    InvalidKey,
     LimitExceeded,
     ObjectMissing,
     StoreError,
     StoreFull,
     StoreUnavailable,
+    StoreUnsuitable,
 )
 from chunkstore.store import Store
 from manifest.errors import CommitUnknown
@@ -42,21 +45,20 @@ def settle(store: Store, key: str, data: bytes, *, limit: int, patience: Patienc
     delay = patience.first_delay
     may_land = False  # a try whose reply was lost may still take effect
     while True:
-        problem: StoreError | None = None
-        try:
-            if store.put_if_absent(key, data):
-                return data
-        except StoreUnavailable as error:
-            problem, may_land = error, True
-        except (AccessDenied, StoreFull) as error:
-            problem = error
+        offer = _offer(store, key, data)
+        if offer.created:
+            return data
+        may_land = may_land or offer.may_land
+        problem = offer.problem
         try:
             return store.get(key, limit=limit)
         except ObjectMissing:
             if problem is not None and not may_land:
                 raise problem from None
-        except (StoreUnavailable, AccessDenied, CorruptObject) as error:
-            problem = problem or StoreUnavailable(str(error))
+        except (StoreError, CorruptObject) as error:
+            if not may_land and not isinstance(error, StoreUnavailable | AccessDenied | CorruptObject):
+                raise
+            problem = problem or error
         if patience.clock() >= give_up:
             raise CommitUnknown(
                 f"unknown whether {store.url}/{key} was written: {problem or 'the key comes and goes'}",
@@ -64,3 +66,21 @@ def settle(store: Store, key: str, data: bytes, *, limit: int, patience: Patienc
             ) from problem
         patience.sleep(delay)
         delay = min(2 * delay, patience.longest_delay)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What one put told: the key was created by it; or why not; and whether it may still take effect."""
+
+    created: bool = False
+    problem: DeltasyncError | None = None
+    may_land: bool = False
+
+
+def _offer(store: Store, key: str, data: bytes) -> _Offer:
+    try:
+        return _Offer(created=store.put_if_absent(key, data))
+    except (AccessDenied, StoreFull, StoreUnsuitable, InvalidKey) as error:
+        return _Offer(problem=error)  # refused outright
+    except DeltasyncError as error:
+        return _Offer(problem=error, may_land=True)
