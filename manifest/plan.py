@@ -123,6 +123,8 @@ def link_refusal(
     """
     if manifest.version != version:
         return f"it says it is version {manifest.version}"
+    if version == 0 and manifest.parent_hash is not None:
+        return "version 0 has no parent"
     if manifest.base_version is not None and manifest.base_version >= version:
         return f"its base, version {manifest.base_version}, is not older"
     if parent is not None:

@@ -129,8 +129,11 @@ class Manifest(_Wire):
             raise ValueError("a delta names its base version and root")
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError("the base is not older than the version")
-        if (self.parent_hash is None) != (self.version == 0):
-            raise ValueError("version 0, and only version 0, has no parent")
+        # An alternate of version 0 names what it re-encodes; `link_refusal` refuses a parent of the version itself.
+        if self.parent_hash is None and self.version != 0:
+            raise ValueError("only version 0 has no parent")
+        if self.version == 0 and self.kind != "anchor":
+            raise ValueError("version 0 is an anchor")
         if self.kind == "delta" and not self.chunks and self.base_root != self.root:
             raise ValueError("a delta without chunks changes the root")
         return self
