@@ -35,13 +35,14 @@ def map_model(model: nn.Module, checkpoint: Checkpoint | None, inference_dtype: 
 
     Exactly one of `checkpoint` and `inference_dtype` is given. Raises MappingMismatch naming every offender.
     """
-    groups = _tied_groups(canonical_tensors(model))
+    named = canonical_tensors(model)
+    groups = _tied_groups(named)
     if checkpoint is not None:
         chosen = [_choose_from_files(names, tensor, checkpoint) for names, tensor in groups]
         _check_against_files(groups, chosen, checkpoint)
         dtypes = [checkpoint.tensors[name].dtype if name in checkpoint.tensors else "" for name in chosen]
     else:
-        chosen = [names[0] for names, _ in groups]
+        chosen = [_own_name(named, names, tensor) for names, tensor in groups]
         dtypes = [_inference_dtype(tensor, inference_dtype or "") for _, tensor in groups]
     aliases = {a: name for (names, _), name in zip(groups, chosen, strict=True) for a in names if a != name}
     specs = [
@@ -53,19 +54,56 @@ def map_model(model: nn.Module, checkpoint: Checkpoint | None, inference_dtype: 
     return ModelMap(catalog, tuple(by_name[spec.name] for spec in catalog.tensors))
 
 
+def check_still_fits(live: Mapping[str, torch.Tensor], catalog: Catalog) -> None:
+    """Raise MappingMismatch naming every tensor of the model that is no longer what `catalog` was made from.
+
+    Names, shapes, dtypes, and which names are one tensor: an alias that got memory of its own would never be sent.
+    """
+    problems = [
+        f"{name} is new in the model"
+        for name in live
+        if name not in catalog.ids and name not in catalog.aliases
+    ]
+    for spec in catalog.tensors:
+        tensor = live.get(spec.name)
+        if tensor is None or tuple(tensor.shape) != spec.shape:
+            problems.append(f"{spec.name} is no longer a tensor of shape {spec.shape} in the model")
+        elif not castable(tensor.dtype, spec.dtype):
+            problems.append(f"{spec.name} is now {tensor.dtype} and cannot be sent as {spec.dtype}")
+    for alias, name in catalog.aliases.items():
+        if alias not in live or name not in live or not _same_elements(live[alias], live[name]):
+            problems.append(f"{alias} is no longer the same tensor as {name}")
+    if problems:
+        raise MappingMismatch(
+            "the model has changed since attach: " + "; ".join(problems[:30]),
+            hint="a publisher follows one architecture; attach a new one, with a stream of its own",
+        )
+
+
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.numel() > 0 and _identity(a) == _identity(b)) or (not a.numel() and not b.numel())
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    where = tensor.untyped_storage().data_ptr()
+    return where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
 def _tied_groups(named: dict[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
     """Names that share one tensor, together: [([name, alias …], tensor), …]."""
     groups: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, tensor in named.items():
-        where = tensor.untyped_storage().data_ptr()
         # Empty tensors have no address of their own; views count as tied only if they show the very same elements.
-        identity = (
-            (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            if tensor.numel()
-            else (id(tensor),)
-        )
-        groups.setdefault(identity, ([], tensor))[0].append(name)
+        identity = _identity(tensor) if tensor.numel() else (id(tensor),)
+        names, first = groups.setdefault(identity, ([], tensor))
+        names.append(name)
+        if isinstance(tensor, nn.Parameter) and not isinstance(first, nn.Parameter):
+            groups[identity] = (names, tensor)  # the one that an optimizer knows
     return list(groups.values())
+
+
+def _own_name(named: Mapping[str, torch.Tensor], names: list[str], tensor: torch.Tensor) -> str:
+    return next(name for name in names if named[name] is tensor)
 
 
 def _choose_from_files(names: list[str], tensor: torch.Tensor, checkpoint: Checkpoint) -> str:

@@ -6,6 +6,7 @@ training goes on bit for bit as it would have.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -42,16 +43,51 @@ class SharedState:
         """
         live = canonical_tensors(model)
         for name in self.tensors:
-            tensor = live.get(name)
-            if tensor is None:
+            if name not in live:
                 raise MappingMismatch(f"{name} is no longer in the model", hint=_ONE_ARCHITECTURE)
-            self.bring_home(name, tensor)
+        self._check_ties(live)
+        for name in self.tensors:
+            self.bring_home(name, live[name])
+
+    @cached_property
+    def _homes(self) -> list[list[str]]:
+        """Names that live in one storage."""
+        homes: dict[int, list[str]] = {}
+        for name, shared in self.tensors.items():
+            if shared.numel():
+                homes.setdefault(_address(shared), []).append(name)
+        return [names for names in homes.values() if len(names) > 1]
+
+    @cached_property
+    def _entangled(self) -> set[str]:
+        """Names whose home shows some, but not just the same, elements as another's."""
+        return {
+            name
+            for names in self._homes
+            if not all(_same_memory(self.tensors[n], self.tensors[names[0]]) for n in names)
+            for name in names
+        }
+
+    def _check_ties(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Names of one tensor may only move together: one's new values would overwrite the other's."""
+        for first, *others in self._homes:
+            apart = [n for n in others if not _same_memory(live[n], live[first])]
+            if apart and first not in self._entangled:
+                raise MappingMismatch(
+                    f"{first} and {', '.join(apart)} were one tensor at attach and are no longer",
+                    hint=_ONE_ARCHITECTURE,
+                )
 
     def bring_home(self, name: str, tensor: torch.Tensor) -> None:
         """Make `tensor`'s values the shared ones; a parameter moves back in."""
         shared = self.tensors[name]
         if _same_memory(tensor, shared):
             return
+        if name in self._entangled:
+            raise MappingMismatch(
+                f"{name} shared memory with another tensor of the model at attach and no longer does",
+                hint=_ONE_ARCHITECTURE,
+            )
         _check_form(name, tensor, shared)
         shared.copy_(tensor.detach())
         # Never a buffer: the next assignment would be copied under a graph that may still need this one's values.

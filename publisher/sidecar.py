@@ -20,9 +20,11 @@ from manifest.catalog import Catalog
 from manifest.errors import CommitUnknown
 from publisher.commit import Commit, PublishHandle
 from publisher.config import PublisherConfig
-from publisher.errors import CaptureLost, PublisherStopped, SidecarBusy, SidecarUnavailable
+from publisher.errors import CaptureLost, MappingMismatch, PublisherStopped, SidecarBusy, SidecarUnavailable
 from publisher.link import Link, Outcome
+from publisher.mapping import check_still_fits
 from publisher.messages import Close, GroupRecord, Open, Publish, Step
+from publisher.naming import canonical_tensors
 from publisher.optimizers import hyper_of, steps_taken
 from publisher.share import SharedState, share_optimizer_state
 from publisher.watch import WatchPlan
@@ -101,12 +103,12 @@ class SidecarFeed:
         if self._missed or self._link.ended:
             self._miss("the publisher process has hung up or died")
             return
-        self._bring_home(optimizer)
         seq = next(self._numbers)
         try:
+            self._bring_home(optimizer)
             with self._shared.file.held(seq):
                 self._link.request(Step(seq=seq, groups=list(self._groups(optimizer))), self._timeout)
-        except (CaptureLost, SidecarUnavailable) as error:
+        except (CaptureLost, SidecarUnavailable, MappingMismatch) as error:  # the last: publish() says so
             self._miss(str(error))
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
@@ -166,6 +168,7 @@ class SidecarFeed:
             )
 
     def _refresh(self) -> None:
+        check_still_fits(canonical_tensors(self._model), self.catalog)
         for optimizer in self._optimizers:
             self._bring_home(optimizer)
         with torch.no_grad():

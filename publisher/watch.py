@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from manifest.catalog import Catalog
 from publisher.checkpoint import Checkpoint
 from publisher.config import PublisherConfig
-from publisher.errors import MappingMismatch, OptimizerRefused
-from publisher.mapping import map_model
+from publisher.errors import OptimizerRefused
+from publisher.mapping import check_still_fits, map_model
 from publisher.naming import canonical_tensors
 from publisher.optimizers import check_invertible, check_parameter, steps_taken
 from publisher.shard import Shard, Source
@@ -47,17 +47,12 @@ class Watched:
     def refresh(self) -> None:
         """Look the tensors up again: a buffer may have been replaced by assignment.
 
-        Raises MappingMismatch if a name is gone or has another shape.
+        Raises MappingMismatch if names, shapes, dtypes or ties are no longer those of the catalog.
         """
         live = canonical_tensors(self.model)
+        check_still_fits(live, self.catalog)
         for shard in self.shards:
-            tensor = live.get(shard.spec.name)
-            if tensor is None or tuple(tensor.shape) != shard.spec.shape:
-                raise MappingMismatch(
-                    f"{shard.spec.name} is no longer a tensor of shape {shard.spec.shape} in the model",
-                    hint="a publisher follows one architecture; attach a new one, with a stream of its own",
-                )
-            shard.tensor = tensor
+            shard.tensor = live[shard.spec.name]
         self.inverted = _inverted(self.shards)
 
 

@@ -182,27 +182,32 @@ class StreamWriter:
         return Attempt(self._log, self.catalog, self._base, self._epoch, self._id, train_step, self._steps)
 
     def _send(self, attempt: Attempt, anchor: bool) -> None:
-        begin = time.perf_counter()
-        budget = self._config.upload_memory_mb << 20
+        """Seal and start the attempt. However it is interrupted, its outcome is known afterwards."""
         self._attempt = attempt
-        changes = Upload(self._store, attempt.version, attempt.attempt, self._uploads, budget)
-        whole = None
         try:
-            for shard in self.shards:
-                _feed(changes, self._seal(attempt, shard))
-            if anchor and self._base is not None:
-                version = self._base.version if changes.empty else attempt.version
-                whole = Upload(self._store, version, attempt.anchor_attempt, self._uploads, budget)
-                for shard in self.shards:
-                    _feed(whole, whole_sections(shard))
-            self._still()
+            self._seal_and_start(attempt, anchor)
         except BaseException as error:
-            attempt.future.set_exception(error)
+            if not attempt.future.done():
+                attempt.future.set_exception(error)
             if isinstance(error, CaptureLost):
                 self.lose_track()
             if isinstance(error, DeltasyncError):
                 return  # the handle tells
             raise
+
+    def _seal_and_start(self, attempt: Attempt, anchor: bool) -> None:
+        begin = time.perf_counter()
+        budget = self._config.upload_memory_mb << 20
+        changes = Upload(self._store, attempt.version, attempt.attempt, self._uploads, budget)
+        whole = None
+        for shard in self.shards:
+            _feed(changes, self._seal(attempt, shard))
+        if anchor and self._base is not None:
+            version = self._base.version if changes.empty else attempt.version
+            whole = Upload(self._store, version, attempt.anchor_attempt, self._uploads, budget)
+            for shard in self.shards:
+                _feed(whole, whole_sections(shard))
+        self._still()
         attempt.seconds = {"capture": self._capture_seconds, "seal": time.perf_counter() - begin}
         attempt.stats = Stats(
             elements=sum(t.numel for t in self.catalog.tensors),

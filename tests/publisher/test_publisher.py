@@ -11,8 +11,9 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from chunkstore.errors import StoreUnavailable
+from chunkstore.errors import StoreUnavailable, StoreUnsuitable
 from manifest.errors import CommitUnknown
+from manifest.history import find_plan
 from manifest.log import VersionLog, open_stream
 from tests.publisher.zoo import Zoo, adamw, assert_identical, attach, fresh_store, make, published, train
 from tests.support.faults import FaultStore
@@ -257,3 +258,58 @@ def test_a_tensor_larger_than_a_window() -> None:
         assert commit.manifest.stats.changed < 0.2 * 9e6
         assert_identical(publisher, model, store, 1)
     assert published(store, 0).keys() == {"weight", "bias"}
+
+
+def test_a_lost_reply_and_a_refused_read_are_unknown_not_failed() -> None:
+    """The put landed, its reply was lost, then a gateway answers nonsense once: one's own manifest is no rival's."""
+    model, inner = Zoo(), fresh_store()
+    optimizer = adamw(model)
+    faults: dict[str, Exception] = {}
+
+    def before(operation: str, key: str) -> Exception | None:
+        return faults.pop("read", None) if operation == "get" and key.startswith("versions/") else None
+
+    def after(operation: str, key: str) -> Exception | None:
+        return (
+            faults.pop("put", None) if operation == "put_if_absent" and key.startswith("versions/") else None
+        )
+
+    with attach(model, optimizer, FaultStore(inner, before=before, after=after)) as publisher:
+        train(model, optimizer, 1)
+        faults |= {"put": StoreUnavailable("lost"), "read": StoreUnsuitable("421 from a proxy")}
+        commit = publisher.publish().result()
+        assert commit is not None
+        assert not faults
+        assert_identical(publisher, model, inner, commit.version)
+
+
+def test_an_anchor_on_demand_stands_in_for_a_damaged_version_0() -> None:
+    model, store = Zoo(), fresh_store()
+    with attach(model, adamw(model), store) as publisher:
+        commit = publisher.publish(anchor=True).result()
+        assert commit is not None
+        assert commit.version == 0
+        log = VersionLog(store, open_stream(store))
+        assert log.alternates() == [0]
+        for chunk in commit.manifest.chunks:
+            store.delete(chunk.key)
+        (step,) = find_plan(log, None, 0, {commit.manifest.hash}).steps
+        assert step.kind == "anchor"
+
+
+def test_ctrl_c_between_sealing_and_upload_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = Zoo(), fresh_store()
+    optimizer = adamw(model)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with attach(model, optimizer, store) as publisher:
+        train(model, optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr("publisher.writer._sources", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish()
+        commit = publisher.publish().result()
+        assert commit is not None
+        assert_identical(publisher, model, store, commit.version)
