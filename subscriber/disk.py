@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from subscriber.errors import StagingFull
+from subscriber.errors import StagingFull, StagingUnavailable
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
@@ -27,7 +27,9 @@ def disk_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise _full(directory, str(error)) from error
-        raise
+        raise StagingUnavailable(
+            f"{directory} cannot be used: {error}", hint="let this user write there; it is tried again by itself"
+        ) from error
 
 
 def _full(directory: Path, why: str) -> StagingFull:

@@ -10,6 +10,7 @@ DeltasyncError
     ├── VerificationFailed    the update does not lead to the manifest's digests; nothing written (reseed)
     ├── StagedLost            staged values are gone or damaged (reseed)
     ├── StagingFull           the staging directory has too little room (retry)
+    ├── StagingUnavailable    a local directory is gone, read-only or damaged (retry)
     └── SubscriberBusy        another subscriber of the same id runs on this state directory (fatal)
 """
 
@@ -56,6 +57,11 @@ class StagedLost(SubscriberError):
 
 class StagingFull(SubscriberError):
     kind = "staging_full"
+    action = Action.RETRY
+
+
+class StagingUnavailable(SubscriberError):
+    kind = "staging_unavailable"
     action = Action.RETRY
 
 

@@ -60,8 +60,9 @@ class Journal:
         self._directory = directory
         self._boot_id = boot_id
         self._path = directory / f"journal-{boot_id}.json"
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -95,6 +96,7 @@ class Journal:
         data: dict[str, Any] = {"format": FORMAT, "boot_id": self._boot_id, "entry": asdict(entry)}
         temporary = self._path.with_suffix(".tmp")
         with disk_errors(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
                 json.dump(data, file)
                 file.flush()

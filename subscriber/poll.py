@@ -18,6 +18,7 @@ from manifest.keys import VERSIONS
 from manifest.log import VersionLog
 from subscriber.report import event
 
+_NO_VERSION: Final = (1 << 63) - 1  # the first number that no manifest can follow
 _HITS: Final = 3  # HEADs that found something, one after the other, before a listing looks further ahead
 _RELIST: Final = (
     60.0  # seconds between listings: a trimmed log, or a stale NFS cache, must not look like "no news"
@@ -59,7 +60,8 @@ class Poller:
         return self._listed is None or self._clock() - self._listed >= _RELIST
 
     def _list(self, after: int) -> int | None:
-        newest = max(self._log.versions(after), default=None)
+        # A key that no manifest can be stored under is no version, whoever put it there.
+        newest = max((v for v in self._log.versions(after) if v < _NO_VERSION), default=None)
         self._listed = self._clock()
         return newest
 

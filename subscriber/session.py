@@ -14,6 +14,7 @@ from manifest.errors import ForeignStream
 from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
+from subscriber.disk import disk_errors
 from subscriber.engine import Engine
 from subscriber.errors import EngineDrift
 from subscriber.follow import Follower
@@ -134,7 +135,8 @@ class Session:
         """Look once and follow what is new. Returns whether there was nothing to do."""
         if not self._recovered:
             await self._newest(self._seen)
-            await follower.recover(self._seen)
+            with disk_errors(self._config.staging_path):
+                await follower.recover(self._seen)
             self._recovered = True
             await self._renew()
         held = follower.holder.held
@@ -142,7 +144,8 @@ class Session:
         if target is None:
             return True
         try:
-            applied = await follower.follow(target)
+            with disk_errors(self._config.staging_path):
+                applied = await follower.follow(target)
         except DeltasyncError as error:
             if once:
                 raise
@@ -150,6 +153,9 @@ class Session:
             tries = 1 if self._failure is None or self._failure.target != target else self._failure.tries + 1
             self._failure = _Failure(target, tries, time.monotonic() + self._backoff(tries))
             self._report.failed(error, target, refuse=error.action is not Action.RETRY)
+            if error.action is not Action.RETRY:
+                # Believe the log, not the memory of it: what was listed may be gone, or never have been a version.
+                self._seen = -1 if follower.holder.held is None else follower.holder.held.version
             await self._renew()
             return True
         self._failure, self._foreign = None, False
@@ -162,9 +168,11 @@ class Session:
 
     async def _target(self, held: int) -> int | None:
         """The version to go to now, if any: a newer one at once, one that failed when its time has come."""
-        newer = await self._newest(max(held, self._seen))
+        await self._newest(max(held, self._seen))
         failure = self._failure
-        waiting = newer is None and failure is not None and time.monotonic() < failure.again
+        waiting = (
+            failure is not None and failure.target == self._seen and time.monotonic() < failure.again
+        )
         return None if waiting or self._seen <= held else self._seen
 
     async def _newest(self, after: int) -> int | None:

@@ -74,6 +74,7 @@ class Spool:
     def keep(self, hashes: Collection[bytes]) -> None:
         """Remove all chunks but these."""
         names = {value.hex() + _SUFFIX for value in hashes}
+        self._directory.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         for path in self._directory.iterdir():
             if path.name not in names:
                 path.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
         found = [(name, live.pop(name)) for name in known_as if name in live]
         if not found:
             problems.append(f"{spec.name!r} is missing from the module")
-        copies: dict[tuple[torch.device, int], torch.Tensor] = {}
+        copies: dict[tuple[object, ...], torch.Tensor] = {}
         for name, tensor in found:
             problem = _unfit(tensor, spec.dtype, spec.shape)
             if problem:
@@ -54,7 +54,7 @@ def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
                 problems.append(
                     f"{name!r} shares its memory with {owners[place]!r}, which the catalog keeps apart"
                 )
-            copies.setdefault(place, tensor)
+            copies.setdefault((*place, tensor.stride()), tensor)
         out.append(LiveTensor(spec.name, tuple(copies.values())))
     problems += [f"{name!r} is in the module but not in the catalog" for name in live]
     if problems:
