@@ -67,7 +67,7 @@ def measure(elements: int, changed: float) -> dict[str, Any]:
     shard, record, share = stepped(elements, changed)
     assert record.m is not None
     assert record.v is not None
-    arrays = [x.numpy() for x in (shard.flat(), record.m, record.v)]
+    arrays = [x.numpy() for x in (shard.tensor, record.m, record.v)]
     target = np.empty_like(arrays[0])
     shard.changes = ChangeSet.empty(shard.kept)
     run(shard, record, find_compiled)  # compile

@@ -14,7 +14,7 @@ from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
 from publisher.inversion import Hyper, bits16, reconstruct
 from publisher.optimizers import StepRecord
 from publisher.proof import Terms, block_sums, find_flips
-from publisher.shard import Shard, Source
+from publisher.shard import Shard, Source, part
 
 _ROWS = BLOCK >> 12
 
@@ -93,7 +93,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     """In plain torch, on any device: the oracle of the compiled kernel."""
     assert record.m is not None
     assert record.v is not None
-    theta = shard.flat()[start:stop]
+    theta = part(shard.tensor, start, stop)
     new = bits16(theta, shard.wire)
     digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
     kept, skip = _history(shard, start, stop)
@@ -101,7 +101,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     missing, empty = np.zeros_like(digests), np.empty(0, np.uint16)
     if not moved.any():
         return Found(start, digests, missing, np.empty(0, np.int64), empty, empty, empty, empty)
-    m, v = (x.reshape(-1)[start:stop] for x in (record.m, record.v))
+    m, v = part(record.m, start, stop), part(record.v, start, stop)
     known = reconstruct(theta, m, v, record.step, record.hyper, shard.wire)
     flagged = ((known.low != new) | (known.high != new)).nonzero().flatten()
     flagged = flagged[torch.from_numpy(moved).to(flagged.device)[flagged // BLOCK]]
@@ -117,8 +117,7 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
     """The same by the compiled kernel; None where a value is not finite, which it leaves to the reference."""
     assert record.m is not None
     assert record.v is not None
-    flat = (x.detach().reshape(-1)[start:stop].numpy() for x in (shard.tensor, record.m, record.v))
-    theta, m, v = (np.ascontiguousarray(x) for x in flat)
+    theta, m, v = (part(x, start, stop).numpy() for x in (shard.tensor, record.m, record.v))
     kept, skip = _history(shard, start, stop)
     hyper, coefficients = record.hyper, shard.coefficients
     digests, missing = np.empty_like(kept), np.empty_like(kept)

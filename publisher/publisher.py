@@ -1,5 +1,6 @@
 """The publisher in the trainer's process: attach it once, publish after optimizer steps."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,6 +17,7 @@ from manifest.catalog import Catalog
 from publisher.checkpoint import Checkpoint
 from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
+from publisher.errors import PublisherStopped
 from publisher.optimizers import step_records
 from publisher.sidecar import SidecarFeed
 from publisher.watch import Watched, plan_watch, watch
@@ -74,6 +76,7 @@ class Publisher:
 
     def __init__(self, feed: Feed, optimizers: Sequence[Optimizer]) -> None:
         self._feed = feed
+        self._process = os.getpid()
         self._hooks = [o.register_step_post_hook(self._after_step) for o in optimizers]
 
     @classmethod
@@ -131,6 +134,11 @@ class Publisher:
         outcome is still not known (nothing is lost: call again). Everything else arrives through the handle; with a
         spool also SidecarUnavailable, SidecarBusy and CaptureLost: the next publish carries the changes.
         """
+        if os.getpid() != self._process:
+            raise PublisherStopped(
+                f"this publisher belongs to process {self._process}, not to its forked child {os.getpid()}",
+                hint="publish from the process that attached; the child has none of its threads",
+            )
         return self._feed.publish(train_step, anchor=anchor)
 
     def close(self) -> None:
@@ -147,7 +155,8 @@ class Publisher:
         self.close()
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._feed.after_step(optimizer)
+        if os.getpid() == self._process:  # a forked child trains weights of its own
+            self._feed.after_step(optimizer)
 
 
 def _settings(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:

@@ -65,20 +65,15 @@ class Shard:
         """The tensor's digest after the last step seen."""
         return int(self.kept.sum(dtype=np.uint64))
 
-    def flat(self) -> torch.Tensor:
-        """The live tensor in row-major order: a view where it is contiguous."""
-        return self.tensor.detach().reshape(-1)
-
-    def bits(self, flat: torch.Tensor) -> torch.Tensor:
-        """The inference bits of part of `flat()`, as signed integers of the wire's width."""
-        return flat.to(self.wire).contiguous().view(_INTEGER[self.spec.width])
+    def bits(self, values: torch.Tensor) -> torch.Tensor:
+        """The inference bits of a `part` of the live tensor, as signed integers of the wire's width."""
+        return values.to(self.wire).contiguous().view(_INTEGER[self.spec.width])
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """(first flat index, inference bits) of consecutive parts of at most PIECE elements."""
-        flat = self.flat()
         end = self.spec.numel if stop is None else stop
         for at in range(start, end, PIECE):
-            yield at, self.bits(flat[at : min(at + PIECE, end)])
+            yield at, self.bits(part(self.tensor, at, min(at + PIECE, end)))
 
     def forget(self) -> None:
         """Changes since the base are not known: what differs by digest goes whole, what does not has not changed."""
@@ -91,3 +86,14 @@ class Shard:
         joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64)
         assert len(joined) == block_count(self.spec.numel)
         return joined.view(np.uint64)
+
+
+def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements `start` … `stop` in row-major order: a view of a contiguous tensor, gathered from any other.
+
+    Never a copy of the whole tensor, as flattening a transposed one would be.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    return tensor[torch.unravel_index(torch.arange(start, stop, device=tensor.device), tensor.shape)]

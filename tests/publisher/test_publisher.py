@@ -1,6 +1,7 @@
 """Whole versions from a live model and real AdamW, rebuilt from the store and compared bit for bit."""
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from chunkstore.errors import StoreUnavailable, StoreUnsuitable
 from manifest.errors import CommitUnknown
 from manifest.history import find_plan
 from manifest.log import VersionLog, open_stream
+from publisher.errors import PublisherStopped
 from tests.publisher.zoo import Zoo, adamw, assert_identical, attach, fresh_store, make, published, train
 from tests.support.faults import FaultStore
 
@@ -313,3 +315,38 @@ def test_ctrl_c_between_sealing_and_upload_is_no_deadlock(monkeypatch: pytest.Mo
         commit = publisher.publish().result()
         assert commit is not None
         assert_identical(publisher, model, store, commit.version)
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    model = nn.Linear(500, 300)
+    model.weight.data = torch.randn(500, 300).t()
+    optimizer = adamw(model, lr=1e-5)
+    store = fresh_store()
+    with attach(model, optimizer, store) as publisher:
+        for version in (1, 2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 500)).square().mean().backward()
+            optimizer.step()
+            commit = publisher.publish().result()
+            assert commit is not None
+            assert commit.manifest.stats.unproved_blocks == 0
+            assert_identical(publisher, model, store, version)
+
+
+def test_a_forked_child_cannot_publish_and_does_not_hang() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = adamw(model)
+    with attach(model, optimizer, fresh_store()) as publisher:
+        child = os.fork()
+        if child == 0:  # whatever happens, the child must not run the rest of the suite
+            code = 1
+            try:
+                model.weight.grad = torch.ones(3, 3)
+                optimizer.step()
+                publisher.publish()
+            except PublisherStopped:
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
