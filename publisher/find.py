@@ -54,28 +54,51 @@ class Found:
         """Which blocks are bit-exact, `old` included: their reconstruction has the kept digest."""
         proved: Flags = self.missing == 0
         for block in np.flatnonzero(~proved):
-            doubtful, other = self._alternatives(np.flatnonzero((self.block == block) & self.uncertain))
-            weights = element_weights(coefficients, self.local[doubtful] + self.start)
-            flips = find_flips(self.missing[block], weights * _difference(other, self.old[doubtful]))
-            if flips is not None:
-                self.old[doubtful[list(flips)]] = other[list(flips)]
-                proved[block] = True
+            uncertain = np.flatnonzero((self.block == block) & self.uncertain)
+            weights = element_weights(coefficients, self.local[uncertain] + self.start)
+            proved[block] = self._settle(uncertain, weights, self.missing[block])
         return proved
 
-    def _alternatives(self, uncertain: Offsets) -> tuple[Offsets, Bits16]:
-        """Other old bits that the `uncertain` elements may have had: (position in this piece, bits) pairs.
+    def _settle(self, uncertain: Offsets, weights: Terms, missing: np.uint64) -> bool:
+        """Choose the `uncertain` old bits so that the digest grows by `missing`: true if that can be done.
+
+        Begins with the guess, and then with zero wherever that is possible: a pruned or dequantized tensor has any
+        number of zeros, and a kernel that rounds u differently from ours makes all of them look like something else.
+        """
+        guess = self.old[uncertain]
+        at_zero = self._straddles_zero(uncertain)
+        where, other = self._alternatives(uncertain, at_zero)
+        for start in (guess, np.where(at_zero, np.uint16(0), guess)):
+            old, differs = start.copy(), other != start[where]
+            at, bits = where[differs], other[differs]
+            moved = int((weights * _difference(start, guess)).sum(dtype=np.uint64))
+            left = np.uint64((int(missing) - moved) % (1 << 64))
+            flips = find_flips(left, weights[at] * _difference(bits, start[at]))
+            if flips is not None:
+                old[at[list(flips)]] = bits[list(flips)]
+                self.old[uncertain] = old
+                return True
+        return False
+
+    def _straddles_zero(self, uncertain: Offsets) -> Flags:
+        """Where zero lies within the bounds: nothing of such a value survives in θ_t to tell."""
+        low, high = _sortable(self.low[uncertain]), _sortable(self.high[uncertain])
+        straddles: Flags = (low < 0x8000) & (high >= 0x8000)
+        return straddles
+
+    def _alternatives(self, uncertain: Offsets, at_zero: Flags) -> tuple[Offsets, Bits16]:
+        """What the `uncertain` elements may have been: (index into `uncertain`, bits) pairs.
 
         The neighbours of the guess, as far as they lie within the bounds; and where the bounds straddle zero, both
-        zeros: weights often start there, and nothing near zero survives in θ_t to tell.
+        zeros and the guess itself, which is then not the only start.
         """
         guess, low, high = (_sortable(bits[uncertain]) for bits in (self.old, self.low, self.high))
         below, above = (guess > low) & (guess > 0), (guess < high) & (guess < 0xFFFF)
-        at_zero = (low < 0x8000) & (high >= 0x8000)
         negative, positive = np.full_like(guess, 0x7FFF), np.full_like(guess, 0x8000)
-        where = np.concatenate([uncertain[below], uncertain[above], uncertain[at_zero], uncertain[at_zero]])
-        other = np.concatenate([guess[below] - 1, guess[above] + 1, negative[at_zero], positive[at_zero]])
-        differs = other != _sortable(self.old[where])
-        return where[differs], _sortable_inverse(other[differs])
+        index = np.arange(len(uncertain))
+        where = np.concatenate([index[below], index[above], *[index[at_zero]] * 3])
+        other = [guess[below] - 1, guess[above] + 1, negative[at_zero], positive[at_zero], guess[at_zero]]
+        return where, _sortable_inverse(np.concatenate(other))
 
 
 def find(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:

@@ -19,6 +19,8 @@ def find_flips(residual: np.uint64, terms: Terms) -> tuple[int, ...] | None:
     terms[i]: what the digest changes by when uncertain element i takes its other possible value. A wrong answer
     has probability 2⁻⁴⁸ (2¹⁶ sums against 64 bits).
     """
+    if residual == 0:
+        return ()
     n = len(terms)
     singles = np.flatnonzero(terms == residual)
     if len(singles):
