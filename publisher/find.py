@@ -144,14 +144,15 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
     kept, skip = _history(shard, start, stop)
     hyper, coefficients = record.hyper, shard.coefficients
     digests, missing = np.empty_like(kept), np.empty_like(kept)
-    local, bits = np.empty(stop - start, np.int64), np.empty((4, stop - start), np.uint16)
+    room = stop - start + 1  # one more than can be found: the last candidate is written before it is judged
+    local, bits = np.empty(room, np.int64), np.empty((4, room), np.uint16)
     count = kernel.scan(
         theta, m, v, kept, skip,
         coefficients.a_run(start >> 12, len(kept) * _ROWS), coefficients.c,
         np.float32(hyper.lr / (1.0 - hyper.beta1**record.step)),
         np.float32(math.sqrt(1.0 - hyper.beta2**record.step)),
         np.float32(hyper.eps), hyper.decay,
-        digests, missing, local, bits, np.empty(4096, np.uint32),
+        digests, missing, local, bits,
     )  # fmt: skip
     if count < 0:
         return None

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 
 _ROW: Final = 4096
+_BLOCK: Final = 4 * _ROW
 _U16, _U32, _U64, _F32, _F64 = np.uint16, np.uint32, np.uint64, np.float32, np.float64
 _EXPONENT: Final = _U32(0x7F800000)
 _ROUNDING: Final = 2.0**-21  # inversion.ROUNDING, restated: the compiler's cache looks at this file alone
@@ -61,21 +62,48 @@ def _candidates(theta, m, v, size, correction, eps, back, flags):  # type: ignor
 
     3·2⁻²³·(|θ_t| + |θ̂|) covers 1.5·(ulp + ulp) and this pass's own fp32 rounding; the rest is R with room to spare.
     """
-    largest = _U32(0)
+    largest, scale = _U32(0), _F32(1.0) / correction
     for j in range(theta.size):
         t = theta[j]
-        u = (size * m[j]) / (np.sqrt(v[j]) / correction + eps)
+        u = (size * m[j]) / (np.sqrt(v[j]) * scale + eps)
         old = (t + u) * back
         radius = (abs(t) + abs(old)) * _F32(3.0 * 2.0**-23) + abs(u) * _F32(1.01 * 2.0**-13) + _F32(2.0**-120)
         largest = max(largest, _bits(radius) & _EXPONENT)
         now = _bf16(_bits(t))
-        flags[j] = (_bf16(_bits(old - radius)) ^ now) | (_bf16(_bits(old + radius)) ^ now)
+        flags[j] = ((_bf16(_bits(old - radius)) ^ now) | (_bf16(_bits(old + radius)) ^ now)) != _U32(0)
+    flags[theta.size :] = 0
     return largest
 
 
 @_compiled
+def _collect(flags, words, start, chosen, count):  # type: ignore[no-untyped-def]
+    """Append start + j of every set flags[j] to `chosen`, without a branch per element; returns the new count."""
+    end = _U64(count)
+    for word in range(words.size):
+        if words[word] != _U64(0):
+            for j in range(8 * word, 8 * word + 8):
+                chosen[end] = start + j
+                end += _U64(flags[j])
+    return np.int64(end)
+
+
+@_compiled
+def _exactly(theta, m, v, size, correction, eps, decay, bits):  # type: ignore[no-untyped-def]
+    """New bits, guess, low, high into bits[0 … 3]: `publisher.inversion.reconstruct`, operation by operation."""
+    for k in range(theta.size):
+        u = _F64((size * m[k]) / (np.sqrt(v[k]) / correction + eps))
+        old = (_F64(theta[k]) + u) / decay
+        old = 0.0 if abs(old) < abs(u) * _ROUNDING else old
+        radius = (1.5 * (_ulp32(_bits(theta[k])) + _ulp32(_bits(old))) + abs(u) * 2.0**-13) / decay
+        bits[0, k] = _bf16(_bits(theta[k]))
+        bits[1, k] = _bf16(_bits(old))
+        bits[2, k] = _bf16(_bits(old - radius))
+        bits[3, k] = _bf16(_bits(old + radius))
+
+
+@_compiled
 def scan(  # type: ignore[no-untyped-def]
-    theta, m, v, kept, skip, a, c, size, correction, eps, decay, digests, missing, local, bits, flags
+    theta, m, v, kept, skip, a, c, size, correction, eps, decay, digests, missing, local, bits
 ):
     """Invert a run of whole blocks of one parameter; the last one may be short. Returns the number found, or −1.
 
@@ -84,11 +112,14 @@ def scan(  # type: ignore[no-untyped-def]
 
     Fills, per block, `digests` of the new bits and `missing`, kept minus the reconstruction's digest (0 where skipped);
     and, per element whose bounds do not both equal its new bits, `local` offset and `bits` [4, …]: new, guess, low,
-    high. flags: uint32[4096], scratch. −1: a value is not finite somewhere; nothing but the caller's time is lost.
+    high. −1: a value is not finite somewhere; nothing but the caller's time is lost.
     """
-    count = 0
+    flags, chosen = np.empty(_ROW, np.uint8), np.empty(_BLOCK + 8, np.int64)
+    words, state = flags.view(_U64), np.empty((3, _BLOCK), _F32)
+    exact, back = np.empty((4, _BLOCK), _U16), _F32(1.0 / decay)
+    found = 0
     for block in range(kept.size):
-        first, end = block * 4 * _ROW, min((block + 1) * 4 * _ROW, theta.size)
+        first, end = block * _BLOCK, min((block + 1) * _BLOCK, theta.size)
         digest, largest = _U64(0), _U32(0)
         for start in range(first, end, _ROW):
             total, exponent = _digest_row(theta[start : min(start + _ROW, end)], c)
@@ -100,43 +131,24 @@ def scan(  # type: ignore[no-untyped-def]
         missing[block] = 0
         if skip[block] or digest == kept[block]:
             continue
-        before = digest
+        count = 0
         for start in range(first, end, _ROW):
-            stop = min(start + _ROW, end)
-            row = slice(start, stop)
-            if (
-                _candidates(theta[row], m[row], v[row], size, correction, eps, _F32(1.0 / decay), flags)
-                == _EXPONENT
-            ):
+            row = slice(start, min(start + _ROW, end))
+            if _candidates(theta[row], m[row], v[row], size, correction, eps, back, flags) == _EXPONENT:
                 return -1
-            difference = _U64(0)
-            for j in range(stop - start):
-                if flags[j] == 0:
-                    continue
-                i = start + j
-                now, guess, low, high = _exactly(theta[i], m[i], v[i], size, correction, eps, decay)
-                if low == now and high == now:
-                    continue
-                local[count] = i
-                bits[0, count], bits[1, count], bits[2, count], bits[3, count] = now, guess, low, high
-                count += 1
-                difference += c[j] * (_U64(now) - _U64(guess))
-            before -= a[start // _ROW] * difference
-        missing[block] = kept[block] - before
-    return count
-
-
-@_compiled
-def _exactly(t, m, v, size, correction, eps, decay):  # type: ignore[no-untyped-def]
-    """New bits, guess, low, high of one element: `publisher.inversion.reconstruct`, operation by operation."""
-    u = _F64((size * m) / (np.sqrt(v) / correction + eps))
-    old = (_F64(t) + u) / decay
-    if abs(old) < abs(u) * _ROUNDING:
-        old = 0.0
-    radius = (1.5 * (_ulp32(_bits(t)) + _ulp32(_bits(old))) + abs(u) * 2.0**-13) / decay
-    return (
-        _U16(_bf16(_bits(t))),
-        _U16(_bf16(_bits(old))),
-        _U16(_bf16(_bits(old - radius))),
-        _U16(_bf16(_bits(old + radius))),
-    )
+            count = _collect(flags, words, start, chosen, count)
+        for k in range(count):
+            i = chosen[k]
+            state[0, k], state[1, k], state[2, k] = theta[i], m[i], v[i]
+        _exactly(state[0, :count], state[1, :count], state[2, :count], size, correction, eps, decay, exact)
+        difference = _U64(0)
+        for k in range(count):
+            now, guess, low, high = exact[0, k], exact[1, k], exact[2, k], exact[3, k]
+            i = chosen[k]
+            local[found] = i
+            bits[0, found], bits[1, found], bits[2, found], bits[3, found] = now, guess, low, high
+            if low != now or high != now:
+                found += 1
+                difference += a[i // _ROW] * c[i % _ROW] * (_U64(now) - _U64(guess))
+        missing[block] = kept[block] - (digest - difference)
+    return found
