@@ -85,14 +85,15 @@ def choose_rice(gaps: U32) -> int:
 
 
 def _estimate(sample: U32, count: int, r: int) -> float:
-    """Estimated bits per gap. The constants were measured with zstd-1, whose Huffman table costs five bits per
-    symbol, and which loses a third of a bit for each bit that the entropy is below 3.7."""
+    """Estimated bits per gap. The constants were fitted to what zstd made of random masks: twelve bits for each symbol
+    that occurs, and a third of a bit for each bit that the entropy is below 3.
+    """
     high = np.minimum(sample >> np.uint32(r), np.uint32(ESCAPE))
     counts = np.bincount(high, minlength=ESCAPE + 1)
     share = counts[counts > 0] / len(sample)
     entropy = float(-(share * np.log2(share)).sum())
     escaped = float(counts[ESCAPE]) / len(sample)
-    coded = entropy + max(0.0, 3.7 - entropy) / 3 + 5 * len(share) / count
+    coded = entropy + max(0.0, 3.0 - entropy) / 3 + 12 * len(share) / count
     return r + min(8.0, coded) + 32 * escaped
 
 
