@@ -6,6 +6,7 @@ delta:     the same of the gaps, then `signs`, `codes` and the byte planes of th
 A stream of no bytes is stored as a frame of length 0; every other frame declares its content size.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,12 +23,23 @@ from chunkstore.store import Buffer
 
 # Level 1 with a match finder that sees little: in skewed bytes, short matches that happen to be there cost more than
 # their Huffman codes. Against plain level 1: up to 15 % smaller and three times as fast; repetition is found as before.
-ZSTD: Final = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
+PARAMETERS: Final = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
 _RICE_FRAMES: Final = 3
 _DELTA_FRAMES: Final = _RICE_FRAMES + 4
 Frames = tuple[bytes, ...]
 
 _HINT: Final = "the object is damaged or was written by a faulty program; another copy or an anchor is needed"
+
+
+class _Zstd(threading.local):
+    """Contexts of one thread: they cost more to make than a small frame does."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=PARAMETERS)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_ZSTD: Final = _Zstd()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +137,7 @@ def _encoded(section: Section, encoding: Encoding, frames: Frames, r: int = 0) -
 
 
 def _compress(streams: Sequence[Buffer]) -> Frames:
-    compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
-    return tuple(compressor.compress(s) if len(s) else b"" for s in streams)
+    return tuple(_ZSTD.compressor.compress(s) if len(s) else b"" for s in streams)
 
 
 def _compress_below(streams: Sequence[Buffer], limit: int | None) -> Frames | None:
@@ -193,6 +204,6 @@ def _decompress(frame: Buffer, size: int, where: str) -> bytes:
         if declared != size:
             raise CorruptObject(f"{where}: a frame declares {declared} bytes, not {size}", hint=_HINT)
         # raises unless the content has exactly the declared size
-        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        return _ZSTD.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptObject(f"{where}: a frame does not decompress: {error}", hint=_HINT) from error

@@ -60,7 +60,8 @@ class Engine(Protocol):
         """Read only, while serving: resolve differences against what is live, and check that the update turns it into
         the manifest's digests.
 
-        Raises EngineMismatch, VerificationFailed, StagedLost, StagingFull; nothing was written.
+        Raises EngineMismatch, VerificationFailed, StagedLost, StagingFull, StagingUnavailable; nothing was
+        written.
         """
 
     async def scatter(self, prepared: Prepared) -> Scattered:

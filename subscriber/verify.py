@@ -30,7 +30,7 @@ def verify(staged: StagedUpdate, gather: Gather, check: Check) -> tuple[StagedUp
     Returns the update as it may be written, without differences: `staged` itself if it has none, else another one
     inside its directory, which may be replaced by the next call; and how many elements will differ (None: no base).
     Memory: one window. Raises VerificationFailed naming every tensor that would not end as the manifest says,
-    StagedLost, StagingFull.
+    StagedLost, StagingFull, StagingUnavailable.
     """
     if staged.base is None:
         _verify_whole(staged, check)
