@@ -42,6 +42,7 @@ class SubscriberConfig(_Strict):
 
     `id`: names its status object and its local files; unique per stream, the host name unless given.
     `poll_interval`: seconds between looks for a new version; grows up to fourfold while nothing comes.
+    `relist_interval`: seconds between listings of the log, and between checks that the stream is still the same.
     `state_dir`: the journal, kept across restarts. `staging_dir`: fetched and staged data, default
     `<state_dir>/staging`; a directory in /dev/shm is faster where it has room for one anchor, twice.
     `status_interval`: seconds between renewals of the status object, which is also the lease.
@@ -54,6 +55,7 @@ class SubscriberConfig(_Strict):
     store: StoreConfig
     id: str = Field(default_factory=_host_id, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")
     poll_interval: Seconds = 1.0
+    relist_interval: Seconds = 60.0
     state_dir: Path = Path("~/.local/state/deltasync")
     staging_dir: Path | None = None
     status_interval: Seconds = 30.0

@@ -13,22 +13,25 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 def check_room(directory: Path, nbytes: int) -> None:
-    """Raise StagingFull unless `nbytes` more fit into the file system of `directory`."""
-    free = shutil.disk_usage(directory).free
+    """Make `directory`. Raise StagingFull unless `nbytes` more fit into its file system."""
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
     if nbytes > free:
         raise _full(directory, f"{nbytes} bytes are needed, {free} are free")
 
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Turn "no space" of the block into StagingFull."""
+    """Turn OSError of the block into StagingFull or, for every other reason, StagingUnavailable."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             raise _full(directory, str(error)) from error
         raise StagingUnavailable(
-            f"{directory} cannot be used: {error}", hint="let this user write there; it is tried again by itself"
+            f"{directory} cannot be used: {error}",
+            hint="let this user write there, or set state_dir (or staging_dir) to another folder",
         ) from error
 
 

@@ -50,9 +50,13 @@ class Holder:
 
     async def lose(self, reason: str) -> None:
         """What is live is no version: serve nothing until an anchor has been applied."""
+        await self.abandon(reason)
+        self._journal.write(Entry(self._stream))
+
+    async def abandon(self, reason: str) -> None:
+        """Serve nothing more; what was recorded is left to whoever reads it next."""
         self._nothing(reason)
         await self.engine.hold(reason)
-        self._journal.write(Entry(self._stream))
 
     async def write(self, prepared: Prepared) -> Scattered:
         """Journal, scatter, journal. Once begun it is carried through, even if the caller is cancelled.

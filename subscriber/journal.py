@@ -70,9 +70,10 @@ class Journal:
             raise SubscriberBusy(
                 f"another subscriber uses {directory}", hint="give each subscriber of a host its own `id`"
             ) from error
-        for other in directory.glob("journal-*.json"):  # engines whose life has ended
-            if other != self._path:
-                other.unlink(missing_ok=True)
+        with disk_errors(directory):
+            for other in directory.glob("journal-*.json"):  # engines whose life has ended
+                if other != self._path:
+                    other.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -84,15 +85,20 @@ class Journal:
         os.close(self._lock)
 
     def read(self) -> Entry | None:
-        """The last entry, or None if there is none that can be read: then nothing is known."""
+        """The last entry, or None if there is none, or a damaged one: then nothing is known.
+
+        Raises StagingUnavailable.
+        """
         try:
-            wire = _Wire.model_validate_json(self._path.read_bytes())
-        except (FileNotFoundError, ValidationError):
+            with disk_errors(self._directory):
+                data = self._path.read_bytes() if self._path.exists() else b""
+            wire = _Wire.model_validate_json(data)
+        except ValidationError:
             return None
         return wire.entry if wire.format == FORMAT and wire.boot_id == self._boot_id else None
 
     def write(self, entry: Entry) -> None:
-        """Replace the entry atomically; durable on return. Raises StagingFull."""
+        """Replace the entry atomically; durable on return. Raises StagingFull, StagingUnavailable."""
         data: dict[str, Any] = {"format": FORMAT, "boot_id": self._boot_id, "entry": asdict(entry)}
         temporary = self._path.with_suffix(".tmp")
         with disk_errors(self._directory):

@@ -1,6 +1,7 @@
 """Look for new versions: one cheap HEAD as a rule, a listing at start, after several hits and now and then."""
 
 import asyncio
+import heapq
 import logging
 import random
 import time
@@ -14,32 +15,39 @@ from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
+from chunkstore.errors import Action, DeltasyncError
 from manifest.keys import VERSIONS
 from manifest.log import VersionLog
 from subscriber.report import event
 
-_NO_VERSION: Final = (1 << 63) - 1  # the first number that no manifest can follow
 _HITS: Final = 3  # HEADs that found something, one after the other, before a listing looks further ahead
-_RELIST: Final = (
-    60.0  # seconds between listings: a trimmed log, or a stale NFS cache, must not look like "no news"
-)
+_DOUBTED: Final = 100  # versions that one listing tries to read at most
 _PATIENT: Final = 20  # looks without news before the interval begins to grow
 _GROWTH: Final = 1.2
 _LONGEST: Final = 4.0  # times the interval
 
 
 class Poller:
-    """`interval`: seconds between looks. `clock`: monotonic; `uniform`: random numbers in [0, 1)."""
+    """`interval`: seconds between looks; `relist`: between listings, because a trimmed log, or a stale NFS cache, must
+    not look like "no news". `clock`: monotonic; `uniform`: random numbers in [0, 1).
+
+    Versions are contiguous, so what a listing shows is doubted: the newest version that can be read counts, and what
+    lies above it is kept in `strays` with its error until the next listing.
+    """
 
     def __init__(
         self,
         log: VersionLog,
         interval: float,
+        relist: float,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[], float] = random.random,
     ) -> None:
         self._log = log
         self._interval = interval
+        self._relist = relist
+        self.strays: dict[int, DeltasyncError] = {}
+        self._avoided: dict[int, tuple[float, DeltasyncError]] = {}  # until when, and why
         self._clock = clock
         self._uniform = uniform
         self._idle = 0
@@ -51,23 +59,51 @@ class Poller:
         self._idle = self._idle + 1 if found is None else 0
         return found
 
+    def avoid(self, version: int, error: DeltasyncError) -> None:
+        """`version` is listed and no path leads to it, for `error`: list again now, and pass over it for a while."""
+        self._avoided[version] = (self._clock() + self._relist, error)
+        self._listed = None
+
     def delay(self) -> float:
         """Seconds to wait before the next look: jittered by ±20 %, and up to four times as long when idle."""
         patience = min(_LONGEST, _GROWTH ** max(0, self._idle - _PATIENT))
         return self._interval * patience * (0.8 + 0.4 * self._uniform())
 
     def _list_is_due(self) -> bool:
-        return self._listed is None or self._clock() - self._listed >= _RELIST
+        return self._listed is None or self._clock() - self._listed >= self._relist
 
     def _list(self, after: int) -> int | None:
-        # A key that no manifest can be stored under is no version, whoever put it there.
-        newest = max((v for v in self._log.versions(after) if v < _NO_VERSION), default=None)
-        self._listed = self._clock()
+        now = self._clock()
+        self._avoided = {v: entry for v, entry in self._avoided.items() if entry[0] > now}
+        strays: dict[int, DeltasyncError] = {}
+        newest: int | None = None
+        for version in heapq.nlargest(_DOUBTED, self._log.versions(after)):
+            error = self._avoided[version][1] if version in self._avoided else self._unreadable(version)
+            if error is None:
+                newest = version
+                break
+            strays[version] = error
+        self._listed, self.strays = now, strays
         return newest
+
+    def _exists(self, version: int) -> bool:
+        # What was no manifest is read again; a HEAD cannot tell whether it has become one.
+        if version in self.strays and version not in self._avoided:
+            return self._unreadable(version) is None
+        return self._log.exists(version)
+
+    def _unreadable(self, version: int) -> DeltasyncError | None:
+        try:
+            self._log.read_required(version)
+        except DeltasyncError as error:
+            if error.action is Action.RETRY:
+                raise
+            return error
+        return None
 
     def _step(self, after: int) -> int | None:
         version = after
-        while self._log.exists(version + 1):
+        while self._exists(version + 1):
             version += 1
             if version - after == _HITS:
                 return max(version, self._list(version) or version)

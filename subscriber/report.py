@@ -102,8 +102,15 @@ class Report:
             return versions, max(0.0, self._clock() - state.behind_since)
 
     def connected(self, boot_id: str, stream: str) -> None:
+        """What is followed from now on; nothing learned about another stream counts any more."""
         with self._lock:
-            self._state.boot_id, self._state.stream = boot_id, stream
+            state = self._state
+            if state.stream != stream:
+                state.newest = state.behind_since = state.needs = None
+                state.refused.clear()
+                self.metrics.newest_version.set(-1)
+                self.metrics.refused.set(0)
+            state.boot_id, state.stream = boot_id, stream
         event("connected", boot_id=boot_id, stream=stream)
 
     def seen(self, version: int, since: float | None = None) -> None:
@@ -146,8 +153,6 @@ class Report:
         with self._lock:
             self._state.timeline.append(applied)
             self._state.last_error = None
-            self._state.refused.clear()
-        self.metrics.refused.set(0)
         self.metrics.applies.inc()
         self.metrics.versions.inc(len(applied.manifests))
         self.metrics.changed_elements.inc(applied.changed or 0)
@@ -207,6 +212,16 @@ class Report:
         """`error` closed one path to `version`; another one is tried at once."""
         self.metrics.retries.labels(error.kind).inc()
         event("path_failed", logging.WARNING, version=version, kind=error.kind, error=str(error))
+
+    def forgiven(self, version: int) -> None:
+        """What was refused as `version` is gone."""
+        with self._lock:
+            state = self._state
+            gone = state.refused.pop(version, None)
+            if gone and state.last_error and state.last_error.message == gone.message:
+                state.last_error = None
+            refused = len(state.refused)
+        self.metrics.refused.set(refused)
 
     def recovered(self) -> None:
         """What failed last works again."""

@@ -3,22 +3,21 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from chunkstore.errors import Action, DeltasyncError
 from chunkstore.store import Store
-from manifest.errors import ForeignStream
 from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
-from subscriber.disk import disk_errors
 from subscriber.engine import Engine
 from subscriber.errors import EngineDrift
 from subscriber.follow import Follower
 from subscriber.holder import Holder
+from subscriber.identity import Identity
 from subscriber.journal import Journal
 from subscriber.poll import Poller, Watch, sleep_until
 from subscriber.report import AppliedVersion, Report, event
@@ -50,12 +49,12 @@ class Session:
         self._on_applied = on_applied
         self._wake = asyncio.Event()
         self._renewing = asyncio.Lock()
-        self._poller: Poller | None = None
+        self._link: _Link | None = None
         self._recovered = False
-        self._seen = -1  # the newest version that was ever visible
+        self._seen = -1  # the newest version to go to
+        self._strays: set[int] = set()  # listed versions that are passed over, as reported
         self._lost = 0  # looks in a row that failed before there was anything to follow
         self._failure: _Failure | None = None
-        self._foreign = False  # the last failure was a manifest of another stream
         self._unaudited = 0  # versions since the last full digest
 
     async def run(self, until_version: int | None, once: bool) -> None:
@@ -71,9 +70,9 @@ class Session:
             follower = await self._connect(once)
             while True:
                 watch.start()
-                if self._foreign and follower.holder.held is None:
-                    # The stream's own record may have been damaged, or replaced, when it was read.
-                    self._foreign = self._recovered = False
+                if await self._replaced(follower):
+                    watch.stop()
+                    watch = Watch(self._store.url, wake)
                     follower = await self._connect(once)
                 idle = await self._careful(follower, once)
                 held = follower.holder.held
@@ -99,11 +98,19 @@ class Session:
                     raise
                 self._note(error)
                 await sleep_until(self._wake, self._backoff(self._lost))
-        self._lost = 0
-        self._report.recovered()
-        self._report.connected(self._engine.boot_id, stream.id.hex())
+        if self._lost:
+            self._lost = 0
+            self._report.recovered()
+        relist = self._config.relist_interval
         log = VersionLog(self._store, stream)
-        self._poller = Poller(log, self._config.poll_interval)
+        self._link = _Link(
+            log,
+            Poller(log, self._config.poll_interval, relist),
+            Identity(self._store, stream, relist, self._report),
+        )
+        self._recovered, self._seen, self._failure = False, -1, None
+        self._strays.clear()
+        self._report.connected(self._engine.boot_id, stream.id.hex())
         holder = Holder(self._engine, self._journal, self._report, stream.id, self._on_change)
         return Follower(
             log,
@@ -116,6 +123,25 @@ class Session:
             newest=self._newest,
             renew=self._renew,
         )
+
+    async def _replaced(self, follower: Follower) -> bool:
+        """Whether another stream is there by now. Then the engine is held: nothing it holds is current any more."""
+        error = await self._connected.identity.replaced()
+        if error is None:
+            return False
+        self._report.failed(error)
+        try:
+            await follower.holder.abandon(error.message)
+        except DeltasyncError as failure:
+            self._note(failure)
+            self._connected.identity.doubt()  # it may still serve: try again before anything else
+            return False
+        return True
+
+    @property
+    def _connected(self) -> "_Link":
+        assert self._link is not None, "connected"
+        return self._link
 
     async def _careful(self, follower: Follower, once: bool) -> bool:
         """One round; what goes wrong with looking is reported and leaves nothing to do for now."""
@@ -135,30 +161,25 @@ class Session:
         """Look once and follow what is new. Returns whether there was nothing to do."""
         if not self._recovered:
             await self._newest(self._seen)
-            with disk_errors(self._config.staging_path):
-                await follower.recover(self._seen)
+            await follower.recover(self._seen)
             self._recovered = True
+            if follower.holder.held is not None and not self._strays:
+                self._report.recovered()
             await self._renew()
         held = follower.holder.held
-        target = await self._target(-1 if held is None else held.version)
+        version = -1 if held is None else held.version
+        target = await self._target(version)
         if target is None:
             return True
         try:
-            with disk_errors(self._config.staging_path):
-                applied = await follower.follow(target)
+            applied = await follower.follow(target)
         except DeltasyncError as error:
-            if once:
+            passed_over = await self._failed(error, target, version)
+            if once and not passed_over:
                 raise
-            self._foreign = isinstance(error, ForeignStream)
-            tries = 1 if self._failure is None or self._failure.target != target else self._failure.tries + 1
-            self._failure = _Failure(target, tries, time.monotonic() + self._backoff(tries))
-            self._report.failed(error, target, refuse=error.action is not Action.RETRY)
-            if error.action is not Action.RETRY:
-                # Believe the log, not the memory of it: what was listed may be gone, or never have been a version.
-                self._seen = -1 if follower.holder.held is None else follower.holder.held.version
             await self._renew()
-            return True
-        self._failure, self._foreign = None, False
+            return not passed_over
+        self._failure = None
         self._report.applied(applied)
         self._on_applied(applied)
         self._on_change(applied.version)
@@ -168,22 +189,55 @@ class Session:
 
     async def _target(self, held: int) -> int | None:
         """The version to go to now, if any: a newer one at once, one that failed when its time has come."""
+        log, failure, seen = self._connected.log, self._failure, self._seen
+        again = failure is not None and failure.target == seen and time.monotonic() >= failure.again
+        if again and not await in_thread(lambda _: log.exists(seen)):
+            # Somebody has put it there and taken it away again: it never was a version.
+            self._report.forgiven(seen)
+            self._failure, self._seen = None, held
         await self._newest(max(held, self._seen))
-        failure = self._failure
-        waiting = (
-            failure is not None and failure.target == self._seen and time.monotonic() < failure.again
-        )
+        waiting = self._failure is not None and self._failure.target == self._seen and not again
         return None if waiting or self._seen <= held else self._seen
+
+    async def _failed(self, error: DeltasyncError, target: int, held: int) -> bool:
+        """The way from `held` to `target` failed. Returns whether another target is looked for at once."""
+        tries = 1 if self._failure is None or self._failure.target != target else self._failure.tries + 1
+        self._failure = _Failure(target, tries, time.monotonic() + self._backoff(tries))
+        final = error.action is not Action.RETRY
+        self._report.failed(error, target, refuse=final)
+        if not final:
+            return False
+        link = self._connected
+        link.identity.doubt()
+        if await in_thread(lambda _: _contiguous(link.log, held, target)):
+            return False
+        # It may be no version at all, and must not hide those that are.
+        link.poller.avoid(target, error)
+        self._strays.add(target)
+        self._failure, self._seen = None, held
+        return True
 
     async def _newest(self, after: int) -> int | None:
         self._report.metrics.polls.inc()
-        poller = self._poller
-        assert poller is not None, "connected"
+        poller = self._connected.poller
         newest = await in_thread(lambda _: poller.newest(after))
+        await self._pass_over(poller.strays)
         if newest is not None:
             self._seen = newest
             self._report.seen(newest)
         return newest
+
+    async def _pass_over(self, strays: Mapping[int, DeltasyncError]) -> None:
+        for version, error in strays.items():
+            if version not in self._strays:
+                self._report.failed(error, version, refuse=True)
+                self._connected.identity.doubt()
+        for version in self._strays - strays.keys():
+            self._report.forgiven(version)
+        changed = self._strays != strays.keys()
+        self._strays = set(strays)
+        if changed:
+            await self._renew()
 
     async def _audit(self, follower: Follower, applied: AppliedVersion) -> None:
         # A path from an anchor ends with a full digest by itself.
@@ -203,7 +257,7 @@ class Session:
 
     def _backoff(self, tries: int) -> float:
         """Seconds until the next try after `tries` failures in a row; 0: the next look."""
-        delay = self._config.poll_interval if self._poller is None else self._poller.delay()
+        delay = self._config.poll_interval if self._link is None else self._link.poller.delay()
         return max(delay, min(_LONGEST_PAUSE, delay * 2.0 ** min(tries, 20)))
 
     async def _renew(self) -> None:
@@ -225,6 +279,20 @@ class Session:
         self._report.stopped()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._renew(), _LAST_WORD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The stream that is followed, and what looks at it."""
+
+    log: VersionLog
+    poller: Poller
+    identity: Identity
+
+
+def _contiguous(log: VersionLog, held: int, target: int) -> bool:
+    """Whether all versions from `held` to `target` are there."""
+    return sum(version <= target for version in log.versions(held)) == target - held
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,19 @@ class Spool:
     def __init__(self, store: Store, directory: Path) -> None:
         self._store = store
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
 
     def has(self, ref: ChunkRef) -> bool:
         """Whether the chunk was fetched; it is checked again when it is opened."""
-        path = self._path(ref)
-        return path.exists() and path.stat().st_size == ref.nbytes
+        try:
+            return self._path(ref).stat().st_size == ref.nbytes
+        except OSError:  # whatever is wrong is met, and named, when it is written
+            return False
 
     def fetch(self, ref: ChunkRef, catalog: Catalog) -> int:
         """Bring the chunk here unless it is, checked as `manifest.fetch` does. Returns the bytes fetched.
 
-        Holds one chunk in memory. Raises what the store does, CorruptObject naming the key, StagingFull.
+        Holds one chunk in memory. Raises what the store does, CorruptObject naming the key, StagingFull,
+        StagingUnavailable.
         """
         if self.has(ref):
             return 0
@@ -48,6 +50,7 @@ class Spool:
         open_chunk(data, ref, catalog, name)
         temporary = self._directory / f".{ref.hash.hex()}-{os.urandom(4).hex()}"
         with disk_errors(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(data)
                 temporary.rename(self._path(ref))
@@ -72,12 +75,12 @@ class Spool:
             ) from error
 
     def keep(self, hashes: Collection[bytes]) -> None:
-        """Remove all chunks but these."""
+        """Remove all chunks but these. Raises StagingUnavailable."""
         names = {value.hex() + _SUFFIX for value in hashes}
-        self._directory.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
-        for path in self._directory.iterdir():
-            if path.name not in names:
-                path.unlink(missing_ok=True)
+        with disk_errors(self._directory):
+            for path in self._directory.glob("*"):
+                if path.name not in names:
+                    path.unlink(missing_ok=True)
 
     def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
         """Bytes that fetching `refs` will add here."""

@@ -43,7 +43,7 @@ def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
         found = [(name, live.pop(name)) for name in known_as if name in live]
         if not found:
             problems.append(f"{spec.name!r} is missing from the module")
-        copies: dict[tuple[object, ...], torch.Tensor] = {}
+        copies: dict[tuple[torch.device, int], torch.Tensor] = {}
         for name, tensor in found:
             problem = _unfit(tensor, spec.dtype, spec.shape)
             if problem:
@@ -54,7 +54,11 @@ def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
                 problems.append(
                     f"{name!r} shares its memory with {owners[place]!r}, which the catalog keeps apart"
                 )
-            copies.setdefault((*place, tensor.stride()), tensor)
+            first = copies.setdefault(place, tensor)
+            if _steps(first) != _steps(tensor):
+                problems.append(
+                    f"{name!r} is {spec.name!r} in another layout of the same memory, not the same values"
+                )
         out.append(LiveTensor(spec.name, tuple(copies.values())))
     problems += [f"{name!r} is in the module but not in the catalog" for name in live]
     if problems:
@@ -85,6 +89,11 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     if isinstance(module, DistributedDataParallel | DataParallel):
         return module._modules["module"]
     return module._modules.get(_COMPILED)
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Elements in memory from one index to the next, where there is a next."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _unfit(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:

@@ -26,7 +26,7 @@ def make(steps: int = 0) -> tuple[StreamBuilder, Poller, StoreMetrics, Clock]:
     builder.train(steps=steps)
     counts, clock = StoreMetrics(), Clock()
     store = MetricsStore(builder.store, counts)
-    poller = Poller(VersionLog(store, open_stream(store)), 1.0, clock, lambda: 0.5)
+    poller = Poller(VersionLog(store, open_stream(store)), 1.0, 60.0, clock, lambda: 0.5)
     return builder, poller, counts, clock
 
 
