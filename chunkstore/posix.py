@@ -32,6 +32,10 @@ from chunkstore.walk import Entry, walk
 TEMPORARY: Final = ".tmp-"
 """How the names of temporaries start. The dot makes them no keys, so listings and readers never see them."""
 
+_OTHER: Final = (
+    StoreUnavailable,
+    "check that the file system is mounted and lets this user make files there",
+)
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
     errno.ENOSPC: (StoreFull, "free space on the file system, or run garbage collection"),
@@ -39,6 +43,10 @@ _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
     errno.EACCES: (AccessDenied, "let this user read and write the directory"),
     errno.EPERM: (AccessDenied, "let this user read and write the directory"),
     errno.EROFS: (AccessDenied, "mount the file system writable"),
+    errno.ENOENT: (
+        AccessDenied,
+        "this directory cannot be made here: check the path and what is mounted there",
+    ),
     errno.ENAMETOOLONG: (InvalidKey, "the file system allows no name this long"),
     errno.ENOTDIR: (InvalidKey, "a part of this path is an object; a key cannot lie below another one"),
     errno.EISDIR: (InvalidKey, "other objects lie below this path; a key cannot lie above another one"),
@@ -134,7 +142,7 @@ class PosixStore(Store):
         except OSError as error:
             if operation.startswith("get") and error.errno in _MISSING:
                 raise ObjectMissing(f"{operation} {self.url}/{key}: there is no such object") from error
-            kind, hint = _ERRORS.get(error.errno or 0, (StoreUnavailable, ""))
+            kind, hint = _ERRORS.get(error.errno or 0, _OTHER)
             raise kind(f"{operation} {self.url}/{key}: {error.strerror or error}", hint=hint) from error
 
     @contextmanager

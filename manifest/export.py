@@ -56,7 +56,7 @@ def export_checkpoint(
     config_dir: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
-    """Write `version` into `directory`, which must not exist or be empty, and appears whole or not at all.
+    """Write `version` into `directory`, which must not exist or be empty: all of it once it is verified, or nothing.
 
     One `model.safetensors`, or shards of up to `max_shard_bytes` bytes (a larger tensor has its own) and their index.
     Aliases are not written: they are the same weights. Configuration, generation and tokenizer files of `config_dir`
@@ -87,23 +87,30 @@ def export_checkpoint(
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory beside `directory` that takes its place if the body succeeds, and is removed if not.
+    """A temporary directory that becomes `directory` if the body succeeds, and is removed if not.
 
-    Raises LocalDiskError, also if the body raises OSError.
+    It lies beside one that does not exist yet, and inside one that does: that may be a mount, or somebody's working
+    directory, so it is kept and its files are moved up. Raises LocalDiskError, also if the body raises OSError.
     """
     temporary: Path | None = None
     try:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        exists = directory.exists()
+        if exists and (not directory.is_dir() or any(directory.iterdir())):
             raise LocalDiskError(
-                f"{directory} is not an empty directory", hint="name one that does not exist yet"
+                f"{directory} is not an empty directory", hint="name one that does not exist yet, or is empty"
             )
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        home = directory if exists else directory.parent
+        home.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".deltasync-export-", dir=home))
         yield temporary
-        temporary.chmod(0o755)
-        _sync(temporary)
-        temporary.rename(directory)
-        _sync(directory.parent)
+        if exists:
+            for path in sorted(temporary.iterdir()):
+                path.rename(directory / path.name)
+        else:
+            temporary.chmod(0o755)
+            _sync(temporary)
+            temporary.rename(directory)
+        _sync(home)
     except OSError as error:
         raise LocalDiskError(
             f"cannot write the checkpoint to {directory}: {error}",

@@ -38,6 +38,15 @@ def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) ->
     return open_store(parse_config({"url": args.url, **given}, StoreConfig, source="command line"), metrics)
 
 
+def version_number(text: str) -> int:
+    """What an option takes that names a version: argparse turns the ValueError into a usage error."""
+    from manifest.keys import MAX_VERSION
+
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_VERSION:
+        raise argparse.ArgumentTypeError(f"{text!r} is no version: versions are whole numbers from 0 on")
+    return int(text)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout; bytes as hex."""
     json.dump(value, sys.stdout, indent=2, default=_plain)

@@ -5,10 +5,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from chunkstore.errors import ConfigError
+from chunkstore.errors import ConfigError, DeltasyncError
 
 
 def log_to_stderr(level: str) -> None:
@@ -22,6 +23,20 @@ def log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
+@contextmanager
+def user_errors(what: str) -> Iterator[None]:
+    """Turn whatever the user's own code in the block raises into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except DeltasyncError:
+        raise
+    except Exception as error:  # the code is not ours, so it may raise anything
+        raise ConfigError(
+            f"{what} raised {type(error).__name__}: {error}",
+            hint="this comes from your own code; `deltasync --debug …` shows where",
+        ) from error
+
+
 def load_function(name: str, key: str) -> Callable[..., Any]:
     """The function `module:function`, which config key `key` names. Raises ConfigError if there is none.
 
@@ -30,13 +45,14 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key}: {name!r}: module {error.name!r} cannot be imported",
-            hint="install it, put its folder into PYTHONPATH, or start from its folder",
-        ) from error
+    with user_errors(f"{key}: importing {module_name!r}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{key}: {name!r}: module {error.name!r} cannot be imported",
+                hint="install it, put its folder into PYTHONPATH, or start from its folder",
+            ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise ConfigError(

@@ -4,7 +4,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, add_store_options, human_bytes, print_json, store_of
+from deltasync.commands._common import (
+    Commands,
+    add_store_options,
+    human_bytes,
+    print_json,
+    store_of,
+    version_number,
+)
 
 if TYPE_CHECKING:
     from manifest.log import VersionLog
@@ -20,7 +27,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "directory", metavar="DIR", type=Path, help="a folder that does not exist yet, or is empty"
     )
-    parser.add_argument("--version", type=int, metavar="V", help="default: the newest")
+    parser.add_argument("--version", type=version_number, metavar="V", help="default: the newest")
     parser.add_argument(
         "--config",
         type=Path,

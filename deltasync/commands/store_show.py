@@ -11,6 +11,7 @@ from deltasync.commands._common import (
     print_json,
     store_of,
     table,
+    version_number,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def register(commands: Commands) -> None:
         description="List the versions of a stream, or print one manifest in full.",
     )
     add_store_options(parser)
-    parser.add_argument("--version", type=int, metavar="V", help="print the manifest of this version")
+    parser.add_argument(
+        "--version", type=version_number, metavar="V", help="print the manifest of this version"
+    )
     parser.add_argument("--alternate", action="store_true", help="with --version: print its alternate anchor")
     parser.add_argument("--json", action="store_true", help="JSON on stdout; hashes and ids as hex")
     parser.set_defaults(run=run, usage_error=parser.error)

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, add_log_level
+from deltasync.commands._common import Commands, add_log_level, version_number
 
 if TYPE_CHECKING:
     from subscriber.config import SubscriberConfig
@@ -25,7 +25,9 @@ def register(commands: Commands) -> None:
     run_parser.add_argument(
         "-c", "--config", type=Path, required=True, metavar="FILE", help="subscriber.yaml"
     )
-    run_parser.add_argument("--until-version", type=int, metavar="V", help="end once this version is applied")
+    run_parser.add_argument(
+        "--until-version", type=version_number, metavar="V", help="end once this version is applied"
+    )
     run_parser.add_argument("--once", action="store_true", help="catch up with what is there, then end")
     add_log_level(run_parser)
     run_parser.set_defaults(run=run)
@@ -54,7 +56,7 @@ async def _run(subscriber: "Subscriber", until_version: int | None, once: bool) 
 def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
     """The engine that the config names. Raises ConfigError."""
     from chunkstore.errors import ConfigError
-    from deltasync.commands._daemon import load_function
+    from deltasync.commands._daemon import load_function, user_errors
 
     if config.engine is None:
         raise ConfigError(
@@ -66,7 +68,8 @@ def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
 
     from subscriber.torch_engine import TorchEngine
 
-    module = factory()
+    with user_errors(f"{path}: engine.factory: {config.engine.factory!r}"):
+        module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{path}: engine.factory: {config.engine.factory!r} returned {type(module).__name__}, "

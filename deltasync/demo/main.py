@@ -152,13 +152,23 @@ def _work_folder(keep: Path | None) -> Iterator[Path]:
     with ExitStack() as stack:
         if keep is None:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltasync-demo-")))
+            (work / "logs").mkdir()
         else:
-            work = keep.resolve()
-            work.mkdir(parents=True, exist_ok=True)
-            if any(work.iterdir()):
-                raise ConfigError(f"--keep {keep} is not empty", hint="name a new or an empty folder")
-        (work / "logs").mkdir()
+            work = keep.absolute()
+            _make_kept(work, keep)
         yield work
+
+
+def _make_kept(work: Path, keep: Path) -> None:
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        if any(work.iterdir()):
+            raise ConfigError(f"--keep {keep} is not empty", hint="name a new or an empty folder")
+        (work / "logs").mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"--keep {keep} cannot be made: {error}", hint="name a folder that this user can write"
+        ) from error
 
 
 def _ready_model(name: str, work: Path) -> Path:

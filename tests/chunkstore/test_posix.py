@@ -123,6 +123,16 @@ def test_a_failed_write_is_a_typed_error_and_leaves_nothing(
     assert store.get("k", limit=10) == b"before"
 
 
+@pytest.mark.parametrize("place", ["/proc/no-such-process/stream", "file/stream"])
+def test_a_place_that_cannot_be_made_is_refused_with_a_hint(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = PosixStore(tmp_path / place)
+    with pytest.raises(StoreError, match=r"put_if_absent file://.*/stream/a: ") as caught:
+        store.put_if_absent("a", b"x")
+    assert caught.value.hint
+    assert not isinstance(caught.value, StoreUnavailable), "nobody repeats this for a minute"
+
+
 def test_a_full_disk_is_noticed_while_writing(store: PosixStore, root: Path, fail: Fail) -> None:
     fail("write", errno.ENOSPC)
     with pytest.raises(StoreFull, match="garbage collection"):

@@ -51,6 +51,12 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ["status"],
         ["store", "show", "x", "--alternate"],
         ["status", "x", "--max-lag", "no"],
+        *(
+            [*command, "--version", version]
+            for command in (["store", "show", "x"], ["store", "export", "x", "y"])
+            for version in ("-1", "newest", "1.5", "٣", "9" * 21)
+        ),
+        ["subscriber", "run", "-c", "x", "--until-version", "-1"],
     ],
     ids=" ".join,
 )

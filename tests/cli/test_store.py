@@ -107,6 +107,28 @@ def test_export_writes_the_very_bits(
             np.testing.assert_array_equal(bits, tensor.bits)
 
 
+def test_export_fills_an_empty_folder_that_somebody_stands_in(
+    stream: StreamBuilder, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    inode = Path().stat().st_ino
+    assert main(["store", "export", url, "."]) == 0
+    assert [path.name for path in Path().iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "out").stat().st_ino == inode
+    with safe_open("model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(stream.weights[2])
+
+
+def test_export_of_a_damaged_chunk_leaves_an_empty_folder_empty(
+    stream: StreamBuilder, url: str, tmp_path: Path
+) -> None:
+    stream.store.delete(stream.manifests[1].chunks[0].key)
+    (tmp_path / "out").mkdir()
+    assert main(["store", "export", url, str(tmp_path / "out")]) == 1
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_export_refuses_a_folder_with_something_in_it(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

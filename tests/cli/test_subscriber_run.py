@@ -30,6 +30,15 @@ def build():
 
 def wrong():
     return "a model"
+
+def nothing():
+    pass
+
+def failing():
+    return open("no-such-weights.bin")
+
+def importing():
+    import no_such_package
 """
 WAIT = 60.0
 
@@ -155,6 +164,14 @@ def free_port() -> int:
     ("factory", "message"),
     [
         ("my_rollout:wrong", "engine.factory: 'my_rollout:wrong' returned str, not a torch.nn.Module"),
+        (
+            "my_rollout:nothing",
+            "engine.factory: 'my_rollout:nothing' returned NoneType, not a torch.nn.Module",
+        ),
+        ("my_rollout:failing", "engine.factory: 'my_rollout:failing' raised FileNotFoundError: "),
+        ("my_rollout:failing", "'no-such-weights.bin'"),
+        ("my_rollout:importing", "raised ModuleNotFoundError: No module named 'no_such_package'"),
+        ("broken_rollout:build", "importing 'broken_rollout' raised ValueError: not today"),
         ("my_rollout:missing", "has no function 'missing'"),
         ("not_there:build", "module 'not_there' cannot be imported"),
     ],
@@ -167,11 +184,24 @@ def test_a_factory_that_cannot_be_used_is_named(
     message: str,
 ) -> None:
     (tmp_path / "my_rollout.py").write_text(FACTORY)
+    (tmp_path / "broken_rollout.py").write_text("raise ValueError('not today')")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rollout", raising=False)
     assert main(["subscriber", "run", "-c", str(write_config(tmp_path, factory)), "--once"]) == 1
     stderr = capsys.readouterr().err
     assert stderr.startswith("error[config]: ")
     assert message in stderr
+    assert "\nhint: " in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    done = run(config, "--once")
+    assert done.returncode == 1
+    assert f"error[staging_unavailable]: {tmp_path / 'state'}/rollout-1 cannot be used: " in done.stderr
+    assert "\nhint: let this user write there" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_engine_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
