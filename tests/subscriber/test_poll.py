@@ -6,6 +6,8 @@ from pathlib import Path
 from chunkstore.memory import MemoryStore
 from chunkstore.metrics import MetricsStore, StoreMetrics
 from chunkstore.posix import PosixStore
+from manifest.errors import ChainError
+from manifest.keys import manifest_key
 from manifest.log import VersionLog, open_stream
 from subscriber.poll import Poller, Watch
 from tests.subscriber.parts import TIMEOUT
@@ -64,6 +66,47 @@ def test_a_gap_in_the_log_is_not_no_news() -> None:
     assert poller.newest(3) is None
     clock.now += 60
     assert poller.newest(3) == 5
+
+
+def test_what_is_no_manifest_is_passed_over_and_read_again_when_its_turn_comes() -> None:
+    builder, poller, _, clock = make(steps=3)
+    manifest = builder.store.get(manifest_key(3), limit=1 << 20)
+    for version in (3, 90):
+        builder.store.put(manifest_key(version), b"garbage")
+    assert poller.newest(-1) == 2
+    assert sorted(poller.strays) == [3, 90]
+    assert manifest_key(90) in str(poller.strays[90])
+    assert poller.newest(2) is None
+    builder.store.put(manifest_key(3), manifest)
+    assert poller.newest(2) == 3
+    builder.store.delete(manifest_key(90))
+    clock.now += 60
+    assert poller.newest(3) is None
+    assert poller.strays == {}
+
+
+def test_a_version_to_avoid_is_passed_over_for_a_while() -> None:
+    builder, poller, _, clock = make(steps=9)
+    for version in range(5, 9):
+        builder.store.delete(manifest_key(version))
+    assert poller.newest(-1) == 9
+    error = ChainError("a gap")
+    poller.avoid(9, error)
+    assert poller.newest(-1) == 4
+    assert poller.strays == {9: error}
+    clock.now += 60
+    assert poller.newest(4) == 9
+    assert poller.strays == {}
+
+
+def test_one_listing_reads_a_bounded_number_of_strays() -> None:
+    builder, poller, counts, _ = make()
+    for version in range(1000, 1150):
+        builder.store.put(manifest_key(version), b"garbage")
+    before = calls(counts, "get")
+    assert poller.newest(-1) is None
+    assert calls(counts, "get") - before == 100
+    assert poller.newest(-1) == 0  # contiguous ones are found one by one
 
 
 def test_the_interval_grows_when_nothing_comes_and_shrinks_at_once() -> None:
