@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from chunkstore.difference import order, unorder
 from chunkstore.digest import Coefficients
 from chunkstore.digest_torch import block_digests
 from manifest.catalog import TensorSpec
@@ -82,7 +83,7 @@ class Found:
 
     def _straddles_zero(self, uncertain: Offsets) -> Flags:
         """Where zero lies within the bounds: nothing of such a value survives in θ_t to tell."""
-        low, high = _sortable(self.low[uncertain]), _sortable(self.high[uncertain])
+        low, high = order(self.low[uncertain]), order(self.high[uncertain])
         straddles: Flags = (low < 0x8000) & (high >= 0x8000)
         return straddles
 
@@ -92,13 +93,13 @@ class Found:
         The neighbours of the guess, as far as they lie within the bounds; and where the bounds straddle zero, both
         zeros and the guess itself, which is then not the only start.
         """
-        guess, low, high = (_sortable(bits[uncertain]) for bits in (self.old, self.low, self.high))
+        guess, low, high = (order(bits[uncertain]) for bits in (self.old, self.low, self.high))
         below, above = (guess > low) & (guess > 0), (guess < high) & (guess < 0xFFFF)
         negative, positive = np.full_like(guess, 0x7FFF), np.full_like(guess, 0x8000)
         index = np.arange(len(uncertain))
         where = np.concatenate([index[below], index[above], *[index[at_zero]] * 3])
         other = [guess[below] - 1, guess[above] + 1, negative[at_zero], positive[at_zero], guess[at_zero]]
-        return where, _sortable_inverse(np.concatenate(other))
+        return where, unorder(np.concatenate(other))
 
 
 def find(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
@@ -181,12 +182,3 @@ def _history(shard: Shard, start: int, stop: int) -> tuple[Digests, Flags]:
 
 def _difference(a: Bits16, b: Bits16) -> Terms:
     return a.astype(np.uint64) - b.astype(np.uint64)
-
-
-def _sortable(bits: Bits16) -> Bits16:
-    """16-bit floats as integers that sort as the numbers do: −0 directly below +0."""
-    return np.where(bits >= 0x8000, np.uint16(0xFFFF) - bits, bits + np.uint16(0x8000))
-
-
-def _sortable_inverse(order: Bits16) -> Bits16:
-    return np.where(order < 0x8000, np.uint16(0xFFFF) - order, order - np.uint16(0x8000))
