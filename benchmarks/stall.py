@@ -116,7 +116,7 @@ def main() -> None:
     ):
         folder = Path(work)
         inside = {"store": {"url": str(folder / "inside")}, "inference_dtype": "bfloat16"}
-        beside = {"store": {"url": str(folder / "beside")}, "inference_dtype": "bfloat16", "spool": spool}
+        beside = {**inside, "store": {"url": str(folder / "beside")}, "spool": spool, "http": None}
         results["in_process"] = run(inside, count, args.versions, args.steps).summary()
         with sidecar(beside, folder):
             results["sidecar"] = run(beside, count, args.versions, args.steps).summary()

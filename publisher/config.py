@@ -5,7 +5,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
+
+
+class PublisherHttpConfig(HttpConfig):
+    """On another port than a subscriber of the same machine."""
+
+    port: int = Field(default=8081, ge=0, le=65535)
 
 
 class PublisherConfig(BaseModel):
@@ -40,6 +47,9 @@ class PublisherConfig(BaseModel):
     )
     capture_timeout: float = Field(
         default=60.0, gt=0, description="seconds that the trainer waits for the publisher process at most"
+    )
+    http: PublisherHttpConfig | None = Field(
+        default=PublisherHttpConfig(), description="of `deltasync publisher run`; null turns the server off"
     )
     commit_deadline: float = Field(default=60.0, gt=0, description="seconds until a commit counts as unknown")
 

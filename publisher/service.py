@@ -8,16 +8,19 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
 from chunkstore.errors import ConfigError
+from chunkstore.http import StatusServer
+from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
 from chunkstore.store import Store
 from publisher.config import PublisherConfig
 from publisher.frames import SOCKET
 from publisher.listener import Listener
+from publisher.report import Report
 from publisher.session import Session
 from publisher.spool import remove_stale
 
@@ -27,27 +30,36 @@ log = logging.getLogger("deltasync.publisher")
 def run_publisher(config: PublisherConfig) -> int:
     """Serve trainers until SIGTERM or SIGINT; then the last version's outcome is awaited, and 0 returned.
 
-    Raises ConfigError without a spool, LocalDiskError if the spool cannot be used or has a publisher process already.
+    Raises ConfigError without a spool or if the HTTP port is taken, LocalDiskError if the spool cannot be used or has a
+    publisher process already.
     """
     if config.spool is None:
         raise ConfigError(
             "spool: is required for a publisher process",
             hint="name a folder in shared memory, such as /dev/shm/deltasync, that the trainer sees too",
         )
-    store = open_store(config.store)
-    with Listener(config.spool, config.capture_timeout) as listener, _stopped_by_signals(listener):
-        serve_trainers(config, store, config.spool, listener)
+    metrics = StoreMetrics()
+    store, report = open_store(config.store, metrics), Report(metrics)
+    with ExitStack() as stack:
+        listener = stack.enter_context(Listener(config.spool, config.capture_timeout))
+        if config.http is not None:
+            server = stack.enter_context(StatusServer(config.http, report.answers()))
+            log.info("serving HTTP at %s:%d", config.http.host, server.port)
+        stack.enter_context(_stopped_by_signals(listener))
+        serve_trainers(config, store, config.spool, listener, report)
     log.info("stopped")
     return 0
 
 
-def serve_trainers(config: PublisherConfig, store: Store, spool: Path, listener: Listener) -> None:
+def serve_trainers(
+    config: PublisherConfig, store: Store, spool: Path, listener: Listener, report: Report
+) -> None:
     """One trainer after the other, until the listener is stopped."""
     remove_stale(spool)
     log.info("waiting for a trainer at %s", spool / SOCKET)
     while (frames := listener.accept()) is not None:
         try:
-            Session(config, store, spool, frames).run()
+            Session(config, store, spool, frames, report).run()
         finally:
             listener.hang_up()
         remove_stale(spool)

@@ -36,6 +36,7 @@ from publisher.messages import (
     parse,
 )
 from publisher.optimizers import StepRecord
+from publisher.report import Report
 from publisher.shard import Shard, Source
 from publisher.spool import MappedState, Moment
 from publisher.watch import make_shards
@@ -50,11 +51,14 @@ _FIRST_MESSAGE: Final = 10.0
 class Session:
     """One trainer, from its first message to the end of its connection."""
 
-    def __init__(self, config: PublisherConfig, store: Store, spool: Path, frames: Frames) -> None:
+    def __init__(
+        self, config: PublisherConfig, store: Store, spool: Path, frames: Frames, report: Report
+    ) -> None:
         self._config = config
         self._store = store
         self._spool = spool
         self._frames = frames
+        self._report = report
         self._seq = 0
         self._state: MappedState | None = None
         self._writer: StreamWriter | None = None
@@ -65,7 +69,7 @@ class Session:
             self._serve()
         except (DeltasyncError, TimeoutError) as error:
             log.error("the trainer's connection is ended: %s", error)
-            self._answer(Failed(seq=None, error=ErrorInfo.of(error)))
+            self._answer(Failed(seq=None, error=self._failure(error)))
         finally:
             self._leave()
 
@@ -99,10 +103,15 @@ class Session:
             raise
         except DeltasyncError as error:
             log.warning("%s: %s", request.kind, error)
-            self._answer(Failed(seq=request.seq, error=ErrorInfo.of(error)))
+            self._answer(Failed(seq=request.seq, error=self._failure(error)))
             return False
         self._answer(Done(seq=request.seq, version=self._opened.version))
         return True
+
+    def _failure(self, error: BaseException) -> ErrorInfo:
+        info = ErrorInfo.of(error)
+        self._report.failed(info)
+        return info
 
     @property
     def _opened(self) -> StreamWriter:
@@ -119,6 +128,7 @@ class Session:
         writer = StreamWriter(self._store, self._config, catalog, shards, self._still)
         writer.open(checkpoint)
         self._writer = writer
+        self._report.opened(writer.newest)
         log.info("a trainer shares %d tensors in state %s", len(shards), request.state)
         crash_point("sidecar.opened")
 
@@ -149,13 +159,14 @@ class Session:
         if error is not None:
             if not isinstance(error, DeltasyncError):
                 log.error("publishing failed", exc_info=error)
-            self._answer(Result(seq=seq, error=ErrorInfo.of(error)))
+            self._answer(Result(seq=seq, error=self._failure(error)))
             return
         commit = future.result()
         if commit is None:
             self._answer(Result(seq=seq))
             return
         manifest = commit.manifest
+        self._report.committed(commit)
         log.info(
             "committed version=%d changed=%d bytes=%d unproved_blocks=%d %s",
             commit.version,
@@ -221,6 +232,7 @@ class Session:
             self._writer.close()
         except DeltasyncError as error:
             log.error("the last version: %s", error)
+        self._report.left()
         log.info("the trainer has left at version %d", self._writer.version)
 
 

@@ -24,7 +24,7 @@ from manifest.schema import Manifest, Stats
 from manifest.settle import Patience
 from publisher.capture import CaptureStats, capture_steps
 from publisher.checkpoint import Checkpoint
-from publisher.commit import Attempt, PublishHandle
+from publisher.commit import Attempt, Commit, PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, PublisherStopped
 from publisher.find import compile_ahead
@@ -77,6 +77,12 @@ class StreamWriter:
         """The newest version known to be committed."""
         assert self._base is not None
         return self._base.version
+
+    @property
+    def newest(self) -> Commit:
+        """The same, with its manifest and the times in that."""
+        assert self._base is not None
+        return Commit(self._base.version, self._base, dict(self._base.stats.seconds))
 
     def open(self, checkpoint: Checkpoint | None) -> None:
         """Commit version 0 of an empty stream, or take an existing one over. `checkpoint`: verify the mapping by it.

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -14,13 +15,6 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class HttpConfig(_Strict):
-    """Where /healthz, /readyz, /status and /metrics are served. Port 0: any free port."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=8080, ge=0, le=65535)
 
 
 class EngineConfig(_Strict):

@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from chunkstore.http import Answers, StatusServer
 from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
 from subscriber.config import SubscriberConfig
 from subscriber.engine import Engine
-from subscriber.http import StatusServer
 from subscriber.journal import Journal
+from subscriber.page import page
 from subscriber.report import AppliedVersion, Report, event
 from subscriber.session import Session
 
@@ -121,7 +123,7 @@ class Subscriber:
         with ExitStack() as stack:
             journal = stack.enter_context(Journal(self.config.state_path, self.engine.boot_id))
             if self.config.http is not None:
-                server = stack.enter_context(StatusServer(self.config.http, self.report))
+                server = stack.enter_context(StatusServer(self.config.http, _answers(self.report)))
                 self.http_port = server.port
             session = Session(
                 self.config, self._store, self.engine, journal, self.report, self._serves, self._on_applied
@@ -132,3 +134,12 @@ class Subscriber:
         with self._changed:
             self._version = version
             self._changed.notify_all()
+
+
+def _answers(report: Report) -> Answers:
+    return Answers(
+        unready=lambda: report.reason,
+        status=lambda: report.status().model_dump_json(indent=1),
+        metrics=report.metrics.text,
+        page=lambda: page(report, time.time()),
+    )

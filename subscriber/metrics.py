@@ -1,16 +1,14 @@
 """The subscriber's Prometheus metrics, in a registry of their own. Units are in the names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from chunkstore.metrics import StoreMetrics
+from chunkstore.prometheus import SECONDS, StoreCollector
 
 _PREFIX: Final = "deltasync_subscriber_"
-_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 PHASES: Final = ("detect", "fetch", "stage", "prepare", "scatter", "pause", "audit")
 """detect: from the commit to being seen; pause: how long nothing was served."""
@@ -45,14 +43,14 @@ class Metrics:
         self.errors = counter("errors", "Errors, by kind", "kind")
         self.audits = counter("audits", "Full digests of the live weights, by result", "result")
         self.pause_seconds = Histogram(
-            _PREFIX + "pause_seconds", "How long nothing was served", buckets=_SECONDS, registry=registry
+            _PREFIX + "pause_seconds", "How long nothing was served", buckets=SECONDS, registry=registry
         )
         self._phases = Histogram(
-            _PREFIX + "phase_seconds", "Time of each phase", ["phase"], buckets=_SECONDS, registry=registry
+            _PREFIX + "phase_seconds", "Time of each phase", ["phase"], buckets=SECONDS, registry=registry
         )
         for phase in PHASES:
             self._phases.labels(phase)
-        registry.register(_StoreCollector(store))
+        registry.register(StoreCollector(store))
 
     def phase(self, name: str, seconds: float) -> None:
         self._phases.labels(name).observe(seconds)
@@ -60,33 +58,3 @@ class Metrics:
     def text(self) -> bytes:
         """Everything in the Prometheus text format."""
         return generate_latest(self.registry)
-
-
-class _StoreCollector(Collector):
-    """Turns the store's own counters into metrics when asked."""
-
-    def __init__(self, store: StoreMetrics) -> None:
-        self._store = store
-
-    def collect(self) -> Iterator[Metric]:
-        calls, seconds, read, written, errors, retries = families = [
-            CounterMetricFamily(f"deltasync_store_{name}", text, labels=labels)
-            for name, text, labels in (
-                ("calls", "Store operations completed", ["operation"]),
-                ("seconds", "Time in store operations, waiting and retries included", ["operation"]),
-                ("read_bytes", "Object bytes read", ["operation"]),
-                ("written_bytes", "Object bytes written", ["operation"]),
-                ("errors", "Store operations that failed, by kind", ["operation", "kind"]),
-                ("retries", "Store operations repeated, by kind", ["operation", "kind"]),
-            )
-        ]
-        for operation, stats in self._store.snapshot().items():
-            calls.add_metric([operation], stats.calls)
-            seconds.add_metric([operation], stats.seconds)
-            read.add_metric([operation], stats.bytes_read)
-            written.add_metric([operation], stats.bytes_written)
-            for kind, count in stats.errors.items():
-                errors.add_metric([operation, kind], count)
-            for kind, count in stats.retries.items():
-                retries.add_metric([operation, kind], count)
-        yield from families

@@ -10,12 +10,14 @@ import yaml
 from pydantic import BaseModel
 
 import deltasync
+from chunkstore.http import HttpConfig
 from chunkstore.metrics import StoreMetrics
 from chunkstore.open import StoreConfig
 from deltasync.cli import build_parser, main
 from deltasync.demo.rows import PHASES
-from publisher.config import PublisherConfig
-from subscriber.config import EngineConfig, HttpConfig, SubscriberConfig
+from publisher.config import PublisherConfig, PublisherHttpConfig
+from publisher.metrics import Metrics as PublisherMetrics
+from subscriber.config import EngineConfig, SubscriberConfig
 from subscriber.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +151,7 @@ def check_command(line: str) -> None:
     [
         ("### `store`, in both files", StoreConfig, ""),
         ("### `publisher.yaml`", PublisherConfig, ""),
+        ("### `publisher.yaml`", PublisherHttpConfig, "http."),
         ("### `subscriber.yaml`", SubscriberConfig, ""),
         ("### `subscriber.yaml`", HttpConfig, "http."),
         ("### `subscriber.yaml`", EngineConfig, "engine."),
@@ -172,8 +175,9 @@ def test_every_config_key_is_documented_with_its_default(
             assert yaml.safe_load(shown.strip("`")) == yaml.safe_load(str(field.default)), name
 
 
-def test_every_subscriber_metric_is_documented() -> None:
-    text = Metrics(StoreMetrics(), lambda: (0, 0.0)).text().decode()
+def test_every_metric_is_documented() -> None:
+    store = StoreMetrics()
+    text = (Metrics(store, lambda: (0, 0.0)).text() + PublisherMetrics(store).text()).decode()
     names = set(re.findall(r"^# HELP (\w+) ", text, flags=re.MULTILINE))
     exported = {name for name in names if not name.endswith("_created")}
     documented = set(re.findall(r"`(deltasync_\w+)`", OPERATING))

@@ -1,9 +1,12 @@
 """`deltasync publisher run`: what its config has to say, and a clean stop. Its work: tests/publisher."""
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -13,8 +16,10 @@ WAIT = 60.0
 
 
 def write_config(folder: Path, *more: str) -> Path:
+    """A publisher.yaml whose HTTP server takes any free port."""
     path = folder / "publisher.yaml"
-    path.write_text("\n".join([f"store: {{url: '{folder / 'store'}'}}", "inference_dtype: bfloat16", *more]))
+    store = f"store: {{url: '{folder / 'store'}'}}"
+    path.write_text("\n".join([store, "inference_dtype: bfloat16", "http: {port: 0}", *more]))
     return path
 
 
@@ -33,6 +38,16 @@ def test_a_spool_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.Cap
     assert str(tmp_path / "file") in stderr
 
 
+def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = write_config(tmp_path, f"spool: {tmp_path / 'spool'}")
+        config.write_text(config.read_text().replace("port: 0", f"port: {port}"))
+        assert main(["publisher", "run", "-c", str(config)]) == 1
+    assert capsys.readouterr().err.startswith(f"error[config]: http: cannot listen on 127.0.0.1:{port}")
+    assert not (tmp_path / "spool" / "publisher.sock").exists()
+
+
 def test_it_waits_for_a_trainer_until_it_is_told_to_stop(tmp_path: Path) -> None:
     spool = tmp_path / "spool"
     config = write_config(tmp_path, f"spool: {spool}")
@@ -40,6 +55,9 @@ def test_it_waits_for_a_trainer_until_it_is_told_to_stop(tmp_path: Path) -> None
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
+            serving = re.search(r"serving HTTP at (127\.0\.0\.1:\d+)$", process.stderr.readline())
+            assert serving is not None
+            assert urlopen(f"http://{serving[1]}/healthz", timeout=WAIT).status == 200
             assert f"waiting for a trainer at {spool}/publisher.sock" in process.stderr.readline()
             assert (spool / "publisher.sock").is_socket()
             process.send_signal(signal.SIGTERM)

@@ -55,7 +55,11 @@ def test_every_version_travels_from_the_trainer_to_the_rollout_worker(tmp_path: 
     (tmp_path / "samples").mkdir()
     checkpoint = prepare_model("tiny", tmp_path / "models")
     publisher_yaml = adapt(
-        DOCKER / "publisher.yaml", tmp_path, base_checkpoint=str(checkpoint), spool=str(tmp_path / "spool")
+        DOCKER / "publisher.yaml",
+        tmp_path,
+        base_checkpoint=str(checkpoint),
+        spool=str(tmp_path / "spool"),
+        http={"port": 0},
     )
     subscriber_yaml = adapt(
         DOCKER / "subscriber.yaml", tmp_path, state_dir=str(tmp_path / "state"), http={"port": 0}

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import IO
 
 from chunkstore.config import load_config
+from chunkstore.metrics import StoreMetrics
 from chunkstore.posix import PosixStore
 from chunkstore.store import Store
 from publisher.config import PublisherConfig
 from publisher.listener import Listener
+from publisher.report import Report
 from publisher.service import serve_trainers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +29,8 @@ def write_config(folder: Path, *, timeout: float = 20.0, more: str = "inference_
     """A publisher.yaml for both sides, with store and spool in `folder`."""
     path = folder / "publisher.yaml"
     path.write_text(
-        f"store: {{url: '{folder / 'store'}'}}\nspool: '{folder / 'spool'}'\ncapture_timeout: {timeout}\n{more}\n"
+        f"store: {{url: '{folder / 'store'}'}}\nspool: '{folder / 'spool'}'\nhttp: null\n"
+        f"capture_timeout: {timeout}\n{more}\n"
     )
     return path
 
@@ -79,12 +82,15 @@ class Sidecar:
 
 
 @contextmanager
-def sidecar_thread(config: Path, store: Store | None = None) -> Iterator[Listener]:
-    """The same service on a thread of this process, writing to `store` if one is given."""
+def sidecar_thread(
+    config: Path, store: Store | None = None, report: Report | None = None
+) -> Iterator[Listener]:
+    """The same service on a thread of this process, with the store and the report that are given, if any."""
     settings = load_config(config, PublisherConfig)
     assert settings.spool is not None
     with Listener(settings.spool, settings.capture_timeout) as listener:
-        arguments = (settings, store or store_of(config), settings.spool, listener)
+        report = report or Report(StoreMetrics())
+        arguments = (settings, store or store_of(config), settings.spool, listener, report)
         thread = threading.Thread(target=serve_trainers, args=arguments)
         thread.start()
         try:

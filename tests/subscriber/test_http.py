@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunkstore.errors import ConfigError
+from chunkstore.http import HttpConfig
 from chunkstore.memory import MemoryStore
-from subscriber.config import HttpConfig
 from subscriber.daemon import Subscriber
 from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights, until
 from tests.support.streams import StreamBuilder

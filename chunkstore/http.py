@@ -1,26 +1,52 @@
-"""The subscriber's small HTTP server: /healthz, /readyz, /status, /metrics, and a page for people at /."""
+"""The daemons' small HTTP server: /healthz, /readyz, /status, /metrics, and a page for people at /.
+
+It knows nothing of what it shows. It lies in the lowest layer because publisher and subscriber, which both need it,
+have no other in common.
+"""
 
 import html
 import threading
-import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Final, Self
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from chunkstore.errors import ConfigError
-from subscriber.config import HttpConfig
-from subscriber.report import AppliedVersion, Report
 
 _TEXT: Final = "text/plain; charset=utf-8"
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
-_PHASES: Final = ("detect", "fetch", "stage", "prepare", "scatter", "pause")
+
+
+class HttpConfig(BaseModel):
+    """Where /healthz, /readyz, /status and /metrics are served. Port 0: any free port."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8080, ge=0, le=65535)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a daemon says of itself, each asked per request, from threads of the server.
+
+    `unready`: why it is not ready, None if it is. `status`: JSON. `metrics`: Prometheus text. `page`: HTML.
+    """
+
+    unready: Callable[[], str | None]
+    status: Callable[[], str]
+    metrics: Callable[[], bytes]
+    page: Callable[[], str]
 
 
 class StatusServer:
-    """Serves `report` while the `with` block runs. Raises ConfigError if the address cannot be used."""
+    """Serves `answers` while the `with` block runs. Raises ConfigError if the address cannot be used."""
 
-    def __init__(self, config: HttpConfig, report: Report) -> None:
-        handler = type("Handler", (_Handler,), {"report": report})
+    def __init__(self, config: HttpConfig, answers: Answers) -> None:
+        handler = type("Handler", (_Handler,), {"answers": answers})
         try:
             self._server = ThreadingHTTPServer((config.host, config.port), handler)
         except OSError as error:
@@ -53,7 +79,7 @@ class StatusServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    report: Report
+    answers: Answers
     server_version = "deltasync"
     timeout = 30  # seconds a client may take over its request
 
@@ -62,15 +88,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/healthz":
             self._answer(200, _TEXT, b"ok\n")
         elif path == "/readyz":
-            reason = self.report.reason
+            reason = self.answers.unready()
             text = "ready" if reason is None else f"not ready: {reason}"
             self._answer(200 if reason is None else 503, _TEXT, f"{text}\n".encode())
         elif path == "/status":
-            self._answer(200, "application/json", self.report.status().model_dump_json(indent=1).encode())
+            self._answer(200, "application/json", self.answers.status().encode())
         elif path == "/metrics":
-            self._answer(200, _PROMETHEUS, self.report.metrics.text())
+            self._answer(200, _PROMETHEUS, self.answers.metrics())
         elif path == "/":
-            self._answer(200, "text/html; charset=utf-8", page(self.report, time.time()).encode())
+            self._answer(200, "text/html; charset=utf-8", self.answers.page().encode())
         else:
             self._answer(404, _TEXT, b"there are /, /healthz, /readyz, /status and /metrics\n")
 
@@ -89,38 +115,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Probes every few seconds would drown the log."""
 
 
-def page(report: Report, now: float) -> str:
-    """The status page: what is served, what is wrong, and the timeline of versions, newest first."""
-    status = report.status()
-    versions, seconds = report.lag()
-    facts = {
-        "subscriber": status.id,
-        "stream": status.stream,
-        "state": status.state if status.reason is None else f"{status.state}: {status.reason}",
-        "applied version": status.applied_version,
-        "newest version": status.newest_version,
-        "behind": f"{versions} versions, {seconds:.1f} s",
-        "last error": "none"
-        if status.last_error is None
-        else f"{status.last_error.kind}: {status.last_error.message}",
-        "refused": ", ".join(str(refusal.version) for refusal in status.refused) or "none",
-    }
-    rows = "".join(_row(applied, now) for applied in reversed(report.timeline()))
-    head = "".join(f"<th>{name}</th>" for name in ("version", "ago", "path", "bytes", "changed", *_PHASES))
+def html_page(
+    title: str, facts: Mapping[str, object], columns: Iterable[str], rows: Iterable[Iterable[object]]
+) -> str:
+    """A page for Answers: `facts` by name, then a table of versions with their times in seconds. Texts are escaped."""
+    head = "".join(f"<th>{html.escape(name)}" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in rows)
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5>"
-        "<title>deltasync subscriber</title><style>body{font:14px system-ui;margin:2em}"
+        f"<title>{html.escape(title)}</title><style>body{{font:14px system-ui;margin:2em}}"
         "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;"
-        "border-bottom:1px solid #ddd}</style><h1>deltasync subscriber</h1><table>"
-        + "".join(f"<tr><th>{key}<td>{html.escape(str(value))}" for key, value in facts.items())
-        + f"</table><h2>Versions</h2><table><tr>{head}{rows}</table><p>Times in seconds.</html>"
+        f"border-bottom:1px solid #ddd}}</style><h1>{html.escape(title)}</h1><table>"
+        + "".join(f"<tr><th>{html.escape(key)}<td>{html.escape(str(value))}" for key, value in facts.items())
+        + f"</table><h2>Versions</h2><table><tr>{head}{body}</table><p>Times in seconds.</html>"
     )
-
-
-def _row(applied: AppliedVersion, now: float) -> str:
-    steps = len(applied.manifests)
-    path = ("anchor" if applied.from_anchor else "delta") + (f" + {steps - 1}" if steps > 1 else "")
-    changed = "all" if applied.changed is None else f"{applied.changed:,}"
-    times = (f"{applied.seconds[name]:.3f}" if name in applied.seconds else "" for name in _PHASES)
-    cells = (applied.version, f"{now - applied.at:.0f} s", path, f"{applied.nbytes:,}", changed, *times)
-    return "<tr>" + "".join(f"<td>{cell}" for cell in cells)
