@@ -1,7 +1,8 @@
 """`deltasync demo`: a real online RL loop over deltasync, in separate processes.
 
-A trainer with a publisher, a store, and a rollout worker with a subscriber that starts without weights. After every
-version the rollout worker's weights are compared, bit for bit, with the trainer's. Importing this is cheap.
+A trainer, a publisher that shares the trainer's memory, a store, and a rollout worker with a subscriber that starts
+without weights. After every version the rollout worker's weights are compared, bit for bit, with the trainer's.
+Importing this is cheap.
 """
 
 import argparse

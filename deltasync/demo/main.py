@@ -17,6 +17,7 @@ from rich.console import Console
 
 from chunkstore.errors import ConfigError
 from deltasync.demo.child import Child, Reply, child_command
+from deltasync.demo.publisher import make_spool
 from deltasync.demo.rows import Comparison, Row, all_identical
 from deltasync.demo.store import DemoStore, open_demo_store
 from deltasync.demo.table import Display, summary
@@ -30,7 +31,7 @@ _WAIT: Final = 300.0
 """Seconds that any single request to a process may take."""
 
 _THREADS: Final = {"smollm2": {}, "tiny": {"OMP_NUM_THREADS": "1"}}
-"""Trainer and rollout worker take turns, so each may use every core; sharing out tiny tensors only loses time."""
+"""The processes take turns, so each may use every core; sharing out tiny tensors only loses time."""
 
 ROLLOUT: Final = child_command("rollout")
 
@@ -39,13 +40,15 @@ ROLLOUT: Final = child_command("rollout")
 class Demo:
     """One run below folder `work`.
 
-    `environment`: variables for trainer and rollout worker. `rollout`: the latter's command, without its options.
+    `spool`: where trainer and publisher share memory. `environment`: variables for trainer, publisher and rollout
+    worker. `rollout`: the latter's command, without its options.
     """
 
     checkpoint: Path
     store: DemoStore
     versions: int
     work: Path
+    spool: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     rollout: tuple[str, ...] = ROLLOUT
 
@@ -55,12 +58,18 @@ class Demo:
         copy_without_weights(self.checkpoint, folder)
         # As given, not as completed: options of s3 are refused for other stores.
         store = self.store.config.model_dump(mode="json", exclude_unset=True)
-        of_trainer = json.dumps({"checkpoint": str(self.checkpoint), "store": store})
-        of_rollout = json.dumps({"folder": str(folder), "store": store})
-        trainer_command = (*child_command("trainer"), of_trainer)
-        rollout_command = (*self.rollout, of_rollout)
-        environment = {**self.store.environment, **self.environment}
+        config = self.work / "publisher.yaml"
+        settings = {
+            "store": store, "base_checkpoint": str(self.checkpoint), "spool": str(self.spool), "http": None
+        }  # fmt: skip
+        config.write_text(json.dumps(settings, indent=2))  # YAML as well
+        publisher_command = (*child_command("publisher"), str(config))
+        trainer_command = (*child_command("trainer"), str(config))
+        rollout_command = (*self.rollout, json.dumps({"folder": str(folder), "store": store}))
+        # Libraries leave caches among temporary files; these go with the run.
+        environment = {**self.store.environment, **self.environment, "TMPDIR": str(self.work)}
         with (
+            Child("publisher", publisher_command, logs / "publisher.log", environment),
             Child("trainer", trainer_command, logs / "trainer.log", environment) as trainer,
             Child("rollout", rollout_command, logs / "rollout.log", environment) as rollout,
         ):
@@ -113,7 +122,8 @@ def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> in
         display.stage(f"the model {args.model} is made ready (slow only the first time)")
         checkpoint = _ready_model(args.model, work)
         store = stack.enter_context(open_demo_store(args.store, args.store_url, args.endpoint_url, work))
-        demo = Demo(checkpoint, store, args.versions, work, _THREADS[args.model], rollout)
+        spool = stack.enter_context(make_spool(checkpoint, work))
+        demo = Demo(checkpoint, store, args.versions, work, spool, _THREADS[args.model], rollout)
         rows: list[Row] = []
         for row in stack.enter_context(closing(demo.rows(display))):
             rows.append(row)

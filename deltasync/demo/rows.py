@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 PHASES: Final = ("capture", "encode", "upload", "commit", "detect", "fetch", "prepare", "scatter")
-"""The way of a version: the first four in the trainer's process, the others in the rollout worker's."""
+"""The way of a version: the first four in the publisher's process, the others in the rollout worker's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Display:
         wide = self._console.width >= _WIDE
         table = Table(title=self._title, box=SIMPLE_HEAD, padding=0, show_edge=False)
         table.caption = (
-            "seconds per phase: capture … commit in the trainer, detect … scatter in the rollout worker"
+            "seconds per phase: capture … commit in the publisher, detect … scatter in the rollout worker"
         )
         for name in (*_FACTS, *_phases(PHASES, wide), "bits\nequal"):
             table.add_column(name, justify="right", no_wrap=True)

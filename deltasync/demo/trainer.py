@@ -1,13 +1,13 @@
-"""The demo's trainer process: learner and publisher over one model with fp32 master weights."""
+"""The demo's trainer process: a learner with fp32 master weights, which it shares with the publisher process."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import deltasync
-from chunkstore.open import StoreConfig, open_store
+from chunkstore.config import load_config
+from chunkstore.open import open_store
 from deltasync.demo.child import Handler, Reply, claim_stdout, work
 from deltasync.demo.compare import dump_bf16
 from deltasync.demo.errors import DemoFailed
@@ -22,17 +22,14 @@ _COMMIT_TIMEOUT: Final = 240.0
 
 
 class Trainer:
-    """Trains the model of folder `checkpoint` and publishes it to `store`."""
+    """Trains the config's base checkpoint and has it published."""
 
-    def __init__(self, checkpoint: Path, store: StoreConfig) -> None:
-        self._model = load_policy(checkpoint)
-        self._learner = Learner(self._model, load_tokenizer(checkpoint).pad_token_id)
-        self._store = store
-        self._publisher = deltasync.Publisher.attach(
-            self._learner.optimizer,
-            self._model,
-            config=deltasync.PublisherConfig(store=store, base_checkpoint=checkpoint),
-        )
+    def __init__(self, config: deltasync.PublisherConfig) -> None:
+        assert config.base_checkpoint is not None
+        self._model = load_policy(config.base_checkpoint)
+        self._learner = Learner(self._model, load_tokenizer(config.base_checkpoint).pad_token_id)
+        self._store = config.store
+        self._publisher = deltasync.Publisher.attach(self._learner.optimizer, self._model, config)
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -59,7 +56,9 @@ class Trainer:
         return self._published(commit.manifest, commit.seconds)
 
     def _published(self, manifest: Manifest, seconds: Mapping[str, float]) -> Reply:
-        """Phase `capture` is what holds the trainer: finding changes in the step's hook, sealing them at publish."""
+        """Phase `capture`, by the publisher process's clock, is what holds the trainer: finding changes in the step's
+        hook, sealing them at publish.
+        """
         held = {"capture": seconds["capture"] + seconds["seal"]}
         return {
             "version": manifest.version,
@@ -83,11 +82,9 @@ class Trainer:
 
 
 def main() -> None:
-    """argv[1]: JSON with `checkpoint` (a folder) and `store` (a StoreConfig)."""
+    """argv[1]: publisher.yaml."""
     replies = claim_stdout()
-    options = json.loads(sys.argv[1])
-    store = StoreConfig.model_validate(options["store"])
-    work(lambda: Trainer(Path(options["checkpoint"]), store), replies)
+    work(lambda: Trainer(load_config(Path(sys.argv[1]), deltasync.PublisherConfig)), replies)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@
 import argparse
 import json
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +108,7 @@ def test_demo_ends_bit_identical(store: str, cwd: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     check_document(json.loads(done.stdout), versions=3)
     assert not list(kept.glob("rollout/*.safetensors")), "the rollout worker starts without weights"
-    assert (kept / "logs" / "trainer.log").exists()
+    assert "the trainer has left at version 3" in (kept / "logs" / "publisher.log").read_text()
     assert (kept / "store" / "stream.msgpack").exists() == (store == "posix")
 
 
@@ -135,20 +139,46 @@ def test_a_dead_process_ends_the_demo_with_a_clear_error(
 def test_an_interrupted_demo_leaves_nothing_behind(
     number: signal.Signals, code: int, cwd: Path, tmp_path: Path
 ) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    with running(cwd, tmp_path, "s3") as demo:
+        started, spool = children(demo.pid), spool_of(tmp_path)
+        assert len(started) >= 4, "store, publisher, trainer and rollout worker are processes"
+        assert list(spool.glob("*.state")), "the trainer's weights are shared"
+        demo.send_signal(number)
+        assert demo.wait(60) == code
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert list(tmp_path.iterdir()) == []
+    assert not spool.exists()
+
+
+def test_a_killed_demo_leaves_no_process_and_no_shared_memory(cwd: Path, tmp_path: Path) -> None:
+    with running(cwd, tmp_path, "posix") as demo:
+        started, spool = [os.pidfd_open(pid) for pid in children(demo.pid)], spool_of(tmp_path)
+        demo.kill()
+    try:
+        for process in started:
+            assert select.select([process], [], [], 60)[0], "it ends when its stdin closes"
+            os.close(process)
+        assert not list(spool.glob("*.state"))
+    finally:
+        shutil.rmtree(spool)
+
+
+@contextmanager
+def running(cwd: Path, temporary: Path, store: str) -> Iterator[subprocess.Popen[str]]:
+    """An endless demo that has its first version, with its temporary files in `temporary`."""
     with subprocess.Popen(
-        [*DEMO, "--versions", "1000", "--store", "s3"],
+        [*DEMO, "--versions", "1000", "--store", store],
         cwd=cwd, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)},
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         assert any(line.startswith("version 0") for line in demo.stdout)
-        started = children(demo.pid)
-        assert len(started) >= 3, "store, trainer and rollout worker are processes"
-        demo.send_signal(number)
-        assert demo.wait(60) == code
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
-    assert list(temporary.iterdir()) == []
+        yield demo
+
+
+def spool_of(temporary: Path) -> Path:
+    """Where the demo's trainer and publisher share memory."""
+    (config,) = temporary.glob("*/publisher.yaml")
+    return Path(json.loads(config.read_text())["spool"])
 
 
 def children(pid: int) -> set[int]:
