@@ -1,21 +1,25 @@
 """Account for optimizer steps: find what each changed, and prove it, or send the block whole (DESIGN §4)."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from publisher.changes import BLOCK, Bits16, Offsets
-from publisher.find import Found, find
-from publisher.optimizers import StepRecord
+from publisher.find import Found, find, find_copied
+from publisher.optimizers import StepRecord, fits
 from publisher.shard import PIECE, Shard, Source
 
 _AHEAD = 8
 """Pieces that may wait to be absorbed: what bounds memory, whatever the size of the model."""
 
 Steps = Iterable[tuple[Shard, StepRecord]]
+
+_Find = Callable[[int, int], Found]
+"""Finds what changed between two flat indices of some shard."""
 
 
 @dataclass
@@ -32,19 +36,37 @@ def capture_steps(steps: Steps, stats: CaptureStats, threads: Executor) -> None:
     Step accounting, per parameter: not advanced, nothing to do (the digest at publish proves it); advanced by one,
     invert; anything else (skipped ahead, rolled back), send the tensor whole.
     """
-    running: deque[tuple[_Capture, Callable[[], Found]]] = deque()
+    _capture(_inversions(steps, stats), stats, threads)
+
+
+def capture_copies(shards: Iterable[Shard], stats: CaptureStats, threads: Executor) -> None:
+    """The same for shards with a master, while their parameters still hold the bits before the step.
+
+    No step count is asked: what is compared is there, and the proof tells whether it is what it should be.
+    """
+    _capture(((shard, partial(find_copied, shard)) for shard in shards), stats, threads)
+
+
+def _inversions(steps: Steps, stats: CaptureStats) -> Iterator[tuple[Shard, _Find]]:
     for shard, record in steps:
         advanced = record.step - shard.step
         shard.step = record.step
         if shard.source is not Source.INVERSION or advanced == 0:
             continue
-        moments = record.m is not None and record.v is not None
-        if advanced != 1 or not moments or not record.hyper.invertible:
+        state = (shard.tensor, record.m, record.v)
+        known = all(fits(tensor, shard.tensor) for tensor in state) and record.hyper.invertible
+        if advanced != 1 or not known:
             _give_up(shard, stats)
             continue
+        yield shard, partial(find, shard, record)
+
+
+def _capture(work: Iterable[tuple[Shard, _Find]], stats: CaptureStats, threads: Executor) -> None:
+    running: deque[tuple[_Capture, Callable[[], Found]]] = deque()
+    for shard, find_part in work:
         capture = _Capture(shard, stats, range(0, shard.spec.numel, PIECE))
         for start in capture.starts:
-            running.append((capture, _submit(threads, shard, record, start)))
+            running.append((capture, _submit(threads, shard, find_part, start)))
             if len(running) > _AHEAD:
                 _take(running)
     while running:
@@ -72,12 +94,12 @@ def capture_snapshot(shard: Shard) -> None:
     shard.kept = shard.digests()
 
 
-def _submit(threads: Executor, shard: Shard, record: StepRecord, start: int) -> Callable[[], Found]:
+def _submit(threads: Executor, shard: Shard, find_part: _Find, start: int) -> Callable[[], Found]:
     """Start finding one piece, on a thread for CPU state; a GPU has its own parallelism."""
     stop = min(start + PIECE, shard.spec.numel)
     if shard.tensor.device.type == "cpu":
-        return threads.submit(find, shard, record, start, stop).result
-    return lambda: find(shard, record, start, stop)
+        return threads.submit(find_part, start, stop).result
+    return partial(find_part, start, stop)
 
 
 @dataclass

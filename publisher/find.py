@@ -113,6 +113,27 @@ def find(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
     return found if found is not None else find_reference(shard, record, start, stop)
 
 
+def find_copied(shard: Shard, start: int, stop: int) -> Found:
+    """Compare elements `start` … `stop` of a 16-bit parameter with its master; whole blocks, on the parameter's device.
+
+    The step has written the master, and the parameter is still what it was: both old and new bits are at hand. They are
+    proved all the same, for somebody may have written both between two steps.
+    """
+    assert shard.master is not None
+    parameter = part(shard.tensor, start, stop)
+    master = part(shard.master, start, stop).to(parameter.device, parameter.dtype)
+    old, new = shard.bits(parameter), shard.bits(master)
+    digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
+    kept, skip = _history(shard, start, stop)
+    moved = (digests != kept) & ~skip
+    local = (new != old).nonzero().flatten()
+    local = local[torch.from_numpy(moved).to(local.device)[local // BLOCK]]
+    now, base = (bits[local].cpu().numpy().view(np.uint16) for bits in (new, old))
+    found = Found(start, digests, np.zeros_like(digests), local.cpu().numpy(), now, base, low=base, high=base)
+    found.missing[moved] = (kept - _before(found, shard.coefficients))[moved]
+    return found
+
+
 def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
     """In plain torch, on any device: the oracle of the compiled kernel."""
     assert record.m is not None
@@ -131,9 +152,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     flagged = flagged[torch.from_numpy(moved).to(flagged.device)[flagged // BLOCK]]
     bits = (x[flagged].cpu().numpy().view(np.uint16) for x in (new, known.guess, known.low, known.high))
     found = Found(start, digests, missing, flagged.cpu().numpy(), *bits)
-    weights = element_weights(shard.coefficients, found.local + start)
-    before = digests - block_sums(weights * _difference(found.new, found.old), found.block, len(digests))
-    missing[moved] = (kept - before)[moved]
+    missing[moved] = (kept - _before(found, shard.coefficients))[moved]
     return found
 
 
@@ -173,6 +192,12 @@ def element_weights(coefficients: Coefficients, offsets: Offsets) -> Terms:
     lanes = offsets.astype(np.uint64)
     weights: Terms = coefficients.a(lanes >> np.uint64(12)) * coefficients.c[offsets & 4095]
     return weights
+
+
+def _before(found: Found, coefficients: Coefficients) -> Digests:
+    """Digests of the blocks with the old bits in place of the new ones."""
+    terms = element_weights(coefficients, found.local + found.start) * _difference(found.new, found.old)
+    return found.digests - block_sums(terms, found.block, len(found.digests))
 
 
 def _history(shard: Shard, start: int, stop: int) -> tuple[Digests, Flags]:

@@ -43,7 +43,10 @@ def map_model(model: nn.Module, checkpoint: Checkpoint | None, inference_dtype: 
         dtypes = [checkpoint.tensors[name].dtype if name in checkpoint.tensors else "" for name in chosen]
     else:
         chosen = [_own_name(named, names, tensor) for names, tensor in groups]
-        dtypes = [_inference_dtype(tensor, inference_dtype or "") for _, tensor in groups]
+        dtypes = [
+            _inference_dtype(name, tensor, inference_dtype or "")
+            for (_, tensor), name in zip(groups, chosen, strict=True)
+        ]
     aliases = {a: name for (names, _), name in zip(groups, chosen, strict=True) for a in names if a != name}
     specs = [
         TensorSpec(name, dtype, tuple(tensor.shape))
@@ -139,13 +142,16 @@ def castable(live: torch.dtype, wire: str) -> bool:
     return live == wanted or (live.is_floating_point and wanted.is_floating_point)
 
 
-def _inference_dtype(tensor: torch.Tensor, inference_dtype: str) -> str:
+def _inference_dtype(name: str, tensor: torch.Tensor, inference_dtype: str) -> str:
     if tensor.is_floating_point():
         return inference_dtype
-    name = DTYPE_NAMES.get(tensor.dtype)
-    if name is None:
-        raise MappingMismatch(f"a tensor of dtype {tensor.dtype} cannot be published")
-    return name
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise MappingMismatch(
+            f"{name}: a tensor of dtype {tensor.dtype} cannot be published",
+            hint="only real floats, integers and booleans are published; make it a non-persistent buffer",
+        )
+    return dtype
 
 
 def verify_against_files(digests: list[int], catalog: Catalog, checkpoint: Checkpoint) -> None:

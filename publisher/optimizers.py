@@ -10,7 +10,10 @@ from torch.optim import Adam, AdamW, Optimizer
 from publisher.errors import OptimizerRefused
 from publisher.inversion import Hyper
 
-_SNAPSHOT_HINT = "set `detect: snapshot`, which accepts any optimizer for 2 bytes of memory per parameter"
+_HINT = (
+    "if the optimizer steps fp32 masters, give Publisher.attach the inner optimizer and `masters`; otherwise set "
+    "`detect: snapshot`, which accepts any optimizer for 2 bytes of memory per parameter"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +29,50 @@ class StepRecord:
     v: torch.Tensor | None
 
 
-def check_invertible(optimizer: Optimizer) -> None:
-    """Raises OptimizerRefused unless the optimizer's own step is torch's Adam or AdamW."""
+def check_invertible(name: str, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Raises OptimizerRefused, naming the parameter and the reason, if the steps on it cannot be inverted."""
+    reason = _why_not(parameter, optimizer, group)
+    if reason is not None:
+        raise OptimizerRefused(f"parameter {name} {reason}: its steps cannot be inverted", hint=_HINT)
+
+
+def _why_not(parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     if not isinstance(optimizer, Adam) or type(optimizer).step not in (Adam.step, AdamW.step):
-        raise OptimizerRefused(
-            f"{type(optimizer).__name__} is not torch.optim.Adam or AdamW: its steps cannot be inverted",
-            hint=_SNAPSHOT_HINT,
-        )
-
-
-def check_parameter(name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    """Raises OptimizerRefused, naming the parameter, if a step on it cannot be inverted."""
-    reason = None
+        return f"is stepped by {type(optimizer).__name__}, which is not torch.optim.Adam or AdamW"
     if parameter.dtype != torch.float32:
-        reason = f"is {parameter.dtype} in the optimizer, without an fp32 master"
-    elif not hyper_of(group).invertible:
-        reason = f"has lr·weight_decay ≥ 1 (lr {group['lr']}, weight_decay {group['weight_decay']})"
-    if reason:
+        return f"is {parameter.dtype} in the optimizer, without an fp32 master"
+    if group["differentiable"]:
+        return "is in a group with differentiable=True"
+    if not hyper_of(group).invertible:
+        return f"has lr·weight_decay ≥ 1 (lr {group['lr']}, weight_decay {group['weight_decay']})"
+    return _why_not_state(parameter, optimizer.state.get(parameter) or {}, group)
+
+
+def _why_not_state(parameter: torch.Tensor, state: Mapping[str, Any], group: dict[str, Any]) -> str | None:
+    if not state:
+        return None  # torch makes it with the first step
+    if "step" not in state:
+        return f"has {', '.join(state)} but no step count"
+    for key in ("exp_avg", _variance(group)):
+        moment = state.get(key)
+        if moment is None:
+            return f"has taken {steps_taken(state)} steps but has no {key}"
+        if not fits(moment, parameter):
+            return f"has {key} in {moment.dtype}, shape {tuple(moment.shape)}, not in fp32 as itself"
+    return None
+
+
+def fits(moment: torch.Tensor | None, parameter: torch.Tensor) -> bool:
+    """Whether the inversion can use it: fp32, of the parameter's shape. Rounded moments do not tell the step taken."""
+    return moment is not None and moment.dtype == torch.float32 and moment.shape == parameter.shape
+
+
+def check_not_capturing() -> None:
+    """Raises OptimizerRefused while a CUDA graph is being recorded: its replays step the weights and run no hook."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise OptimizerRefused(
-            f"parameter {name} {reason}: its steps cannot be inverted", hint=_SNAPSHOT_HINT
+            "the optimizer's step is being recorded in a CUDA graph, and its replays run no hook",
+            hint="leave the optimizer's step out of the graph, or set `detect: snapshot`, which needs no hook",
         )
 
 
@@ -59,9 +87,18 @@ def step_records(optimizer: Optimizer, wanted: Container[int]) -> Iterator[tuple
                 yield parameter, _record(group, optimizer.state.get(parameter) or {})
 
 
+def stepped(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """What the optimizer steps, in its order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def _record(group: dict[str, Any], state: dict[str, Any]) -> StepRecord:
-    variance = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-    return StepRecord(steps_taken(state), hyper_of(group), state.get("exp_avg"), state.get(variance))
+    return StepRecord(steps_taken(state), hyper_of(group), state.get("exp_avg"), state.get(_variance(group)))
+
+
+def _variance(group: dict[str, Any]) -> str:
+    return "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
 
 
 def steps_taken(state: Mapping[str, Any]) -> int:

@@ -18,9 +18,9 @@ from publisher.checkpoint import Checkpoint
 from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import PublisherStopped
-from publisher.optimizers import step_records
+from publisher.optimizers import check_not_capturing, step_records, stepped
 from publisher.sidecar import SidecarFeed
-from publisher.watch import Watched, plan_watch, watch
+from publisher.watch import Masters, Watched, plan_watch, watch
 from publisher.writer import StreamWriter
 
 
@@ -57,8 +57,14 @@ class LocalFeed:
 
     def after_step(self, optimizer: Optimizer) -> None:
         inverted = self._watched.inverted
+        copied = self._watched.copied
+        if inverted or copied:
+            check_not_capturing()
         with torch.no_grad():
-            self._writer.capture((inverted[id(p)], record) for p, record in step_records(optimizer, inverted))
+            self._writer.capture(
+                ((inverted[id(p)], record) for p, record in step_records(optimizer, inverted)),
+                (copied[id(p)] for p in stepped(optimizer) if id(p) in copied),
+            )
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         self._watched.refresh()
@@ -86,6 +92,7 @@ class Publisher:
         model: nn.Module,
         config: PublisherConfig | Mapping[str, Any] | Path | str,
         *,
+        masters: Masters = (),
         store: Store | None = None,
     ) -> Self:
         """Start feeding the stream named in `config` (a path to YAML, a mapping, or a PublisherConfig).
@@ -93,7 +100,12 @@ class Publisher:
         On an empty stream this commits version 0, an anchor, and returns when it is durable. On an existing one it
         takes the stream over with an empty version; tensors that differ from the newest version go out whole with
         the next publish. Registers a step post-hook on each optimizer. `store`: use this one instead of opening
-        `config.store`. With `spool` in the config all of it happens in the process `deltasync publisher run`, which
+        `config.store`.
+
+        `masters`: for mixed precision where the optimizer steps fp32 masters that are copied to the 16-bit parameters
+        afterwards: (parameter of the model, its master in the optimizer) pairs. `optimizer` is then the inner one.
+
+        With `spool` in the config all of it happens in the process `deltasync publisher run`, which
         the optimizer state is shared with; the trainer waits for it up to `capture_timeout` seconds at a time.
 
         Raises ConfigError, OptimizerRefused, MappingMismatch, Fenced, StoreError, CommitUnknown; with a spool also
@@ -108,9 +120,14 @@ class Publisher:
                     "a store was given, but with `spool` the publisher process opens the store itself",
                     hint="name it as store.url in the config of both",
                 )
+            if masters := list(masters):
+                raise ConfigError(
+                    f"{len(masters)} masters were given, but with `spool` only weights stepped in place can be shared",
+                    hint="leave `spool` out of publisher.yaml: the publisher then runs inside the trainer",
+                )
             plan = plan_watch(model, optimizers, checkpoint, settings)
             return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
-        watched = watch(model, optimizers, checkpoint, settings)
+        watched = watch(model, optimizers, checkpoint, settings, masters)
         writer = StreamWriter(store or open_store(settings.store), settings, watched.catalog, watched.shards)
         writer.open(checkpoint)
         return cls(LocalFeed(writer, watched), optimizers)

@@ -96,7 +96,7 @@ def _window(sealed: Sealed, start: int, stop: int, stats: CaptureStats) -> Itera
     terms = element_weights(shard.coefficients, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
     sums = changes.base[blocks] + block_sums(terms, (offsets - start) // BLOCK, len(now))
     wrong = (edited | (sums != now)) & ~changes.whole[blocks]
-    if shard.source is Source.INVERSION:
+    if shard.source in (Source.COPY, Source.INVERSION):
         stats.unproved_blocks += int(np.count_nonzero(wrong))
     whole = changes.whole[blocks] | wrong
     changes.whole[blocks] = whole  # should the commit fail, these blocks stay whole

@@ -22,6 +22,7 @@ PIECE = 32 * BLOCK
 class Source(StrEnum):
     """How a tensor's changes are found (DESIGN §4)."""
 
+    COPY = "copy"  # compare the 16-bit parameter with the master that a step has just written and not yet copied to it
     INVERSION = "inversion"  # undo AdamW from the live optimizer state, then prove it by block digests
     SNAPSHOT = "snapshot"  # compare with a kept copy of the 16-bit values
     DIGEST = "digest"  # compare block digests at publish; blocks that differ are sent whole
@@ -32,7 +33,8 @@ class Shard:
     """A live tensor, its place in the catalog, and its change tracking.
 
     `kept`: digest of each block after the last step seen. `changes`: since the base. `step`: the parameter's step
-    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone.
+    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone. `master`: what the
+    optimizer steps in the tensor's place, of its shape, for Source.COPY alone.
     """
 
     id: int
@@ -43,6 +45,7 @@ class Shard:
     changes: ChangeSet = field(init=False)
     snapshot: torch.Tensor | None = field(init=False, default=None)
     step: int = 0
+    master: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.kept = self.digests()

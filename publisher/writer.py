@@ -22,7 +22,7 @@ from manifest.errors import ChainError, CommitUnknown, Fenced, ManifestInvalid
 from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest, Stats
 from manifest.settle import Patience
-from publisher.capture import CaptureStats, capture_steps
+from publisher.capture import CaptureStats, capture_copies, capture_steps
 from publisher.checkpoint import Checkpoint
 from publisher.commit import Attempt, Commit, PublishHandle
 from publisher.config import PublisherConfig
@@ -107,9 +107,10 @@ class StreamWriter:
             self._shut_down()
             raise
 
-    def capture(self, records: Iterable[tuple[Shard, StepRecord]]) -> None:
+    def capture(self, records: Iterable[tuple[Shard, StepRecord]], copies: Iterable[Shard] = ()) -> None:
         """Account for one optimizer step, before anything else touches the weights or the optimizer's state.
 
+        `records`: what it did to shards found by inversion. `copies`: the shards whose masters it has stepped.
         Raises CaptureLost if they were touched all the same; then track is lost.
         """
         begin = time.perf_counter()
@@ -118,6 +119,7 @@ class StreamWriter:
                 shard.step = record.step  # nothing to compare with: the digests decide at publish
         else:
             capture_steps(records, self._stats, self._captures)
+            capture_copies(copies, self._stats, self._captures)
         try:
             self._still()
         except CaptureLost:
