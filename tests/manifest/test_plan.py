@@ -256,8 +256,10 @@ def brute_force(log: Log, alternates: Log, applied: Applied | None, target: int)
 
     costs: list[int] = []
     if applied is not None and sound_after(applied.version):
-        own = log.get(applied.version)
-        if own is None or own.root == applied.root:
+        own, child = log.get(applied.version), log.get(applied.version + 1)
+        known = own.hash if own is not None else child.parent_hash if child is not None else None
+        same = applied.manifest_hash is None or known is None or known == applied.manifest_hash
+        if same and (own is None or own.root == applied.root):
             costs += onward(applied.version, applied.root, 0)
     for m in log.values():
         if sound(log, m.version) and sound_after(m.version):
