@@ -139,9 +139,9 @@ def test_a_replaced_stream_without_versions_leaves_the_engine_held(
         record = StreamBuilder(MemoryStore(), small_weights()).store.get(STREAM, limit=4096)
         wipe(builder.store)
         builder.store.put(STREAM, record)
-        until(lambda: not subscriber.report.ready)
+        until(lambda: worker.engine.version is None)
+        assert not subscriber.report.ready
         assert f"{STREAM} is now stream" in (subscriber.report.reason or "")
-        assert worker.engine.version is None
         assert worker.reports(lambda message: f"{STREAM} is now stream" in message)
 
 
