@@ -249,6 +249,8 @@ def _tensors(catalog: Catalog, request: Open, state: MappedState) -> list[torch.
             problems.append(f"{spec.name} is {tensor.dtype} and cannot be sent as {spec.dtype}")
         elif source is not Source.DIGEST and not spec.sparse:
             problems.append(f"{spec.name} is {spec.dtype}, which cannot have source {source}")
+        elif source is Source.COPY:
+            problems.append(f"{spec.name} has source copy, but masters are not shared")
         elif source is Source.INVERSION and not _invertible(tensor, state.moments.get(spec.name)):
             problems.append(f"{spec.name} has no fp32 master with fp32 moments of its shape")
         else:

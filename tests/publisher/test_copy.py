@@ -44,7 +44,8 @@ class MixedPrecision:
 
     def step(self, *, refresh: bool = True) -> None:
         self.model.zero_grad()
-        torch.autograd.backward(self.model(torch.randn(8, 150, dtype=torch.bfloat16)))
+        dtype = next(self.model.parameters()).dtype
+        torch.autograd.backward(self.model(torch.randn(8, 150, dtype=dtype)))
         for parameter, master in self.pairs:
             assert parameter.grad is not None
             master.grad = parameter.grad.float().nan_to_num(1e-3)
@@ -100,6 +101,18 @@ def test_exactly_what_changed_is_found_for_any_number_of_steps(inner: str) -> No
             if "dense" not in stats.bytes_by_encoding:
                 assert stats.changed == sum(int(np.count_nonzero(before[n] != after[n])) for n in before)
     assert inner == "large steps" or "delta" in stats.bytes_by_encoding
+
+
+def test_fp16_parameters() -> None:
+    model, store = Policy().half(), fresh_store()
+    optimizer = MixedPrecision(model, adamw())
+    with attach(optimizer, store, inference_dtype="float16") as publisher:
+        for version in range(1, 4):
+            optimizer.step()
+            commit = publisher.publish().result()
+            assert commit is not None
+            assert commit.manifest.stats.unproved_blocks == 0
+            assert_identical(publisher, model, store, version)
 
 
 def test_a_checkpoint_loaded_between_steps_is_caught_by_the_proof() -> None:

@@ -63,6 +63,7 @@ _HYPER = {"lr": 1.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.
     [
         ({"sources": ["digest"]}, None, "one source and one step count per catalog tensor"),
         ({"sources": ["inversion", "inversion"]}, None, "bias has no fp32 master"),
+        ({"sources": ["copy", "inversion"]}, None, "bias has source copy"),
         ({"state": "0" * 32}, None, "same spool folder"),
         (
             {"catalog": Catalog.of([TensorSpec("x", "F32", (1,)), TensorSpec("y", "F32", (1,))]).data},
