@@ -262,6 +262,10 @@ class Session:
 
     async def _renew(self) -> None:
         """Publish the status object, which renews the lease. That it fails must not stop the weights."""
+        # Goes on if the caller is cancelled: what is being written must not land after the last word.
+        await asyncio.shield(asyncio.create_task(self._write_status()))
+
+    async def _write_status(self) -> None:
         async with self._renewing:  # one after the other, so that the last one written is the newest
             data = self._report.status().model_dump_json(indent=1).encode()
             try:

@@ -13,13 +13,13 @@ import pytest
 
 from chunkstore import memory
 from chunkstore.memory import MemoryStore
-from chunkstore.store import Store
+from chunkstore.store import Buffer, Store
 from subscriber.daemon import Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.staging import StagedUpdate
 from subscriber.threads import in_thread
 from subscriber.torch_engine import TorchEngine
-from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights
+from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights, until
 from tests.support.streams import StreamBuilder
 
 
@@ -66,6 +66,27 @@ class StuckStore(MemoryStore):
         return super().get(key, limit=limit)
 
 
+class StuckStatusStore(MemoryStore):
+    """Stuck while it writes the first status object that tells of version 1."""
+
+    def __init__(self, name: str, stuck: Stuck) -> None:
+        super().__init__(name)
+        self.stuck = stuck
+        self.written = threading.Event()
+
+    def put(self, key: str, data: Buffer) -> None:
+        late = (
+            key.startswith("subscribers/")
+            and b'"applied_version": 1' in bytes(data)
+            and not self.stuck.reached.is_set()
+        )
+        if late:
+            self.stuck()
+        super().put(key, data)
+        if late:
+            self.written.set()
+
+
 def elapsed(work: Callable[[], None]) -> float:
     began = time.monotonic()
     work()
@@ -88,6 +109,27 @@ def test_stop_does_not_wait_for_the_network(tmp_path: Path, monkeypatch: pytest.
     worker.restart()
     asyncio.run(worker.subscriber.run(once=True))
     assert worker.holds(1)
+
+
+def test_the_last_word_is_not_overtaken_by_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status object whose writing was interrupted by the stop must not land after the one that says stopped."""
+    stuck = Stuck()
+    store = StuckStatusStore(str(tmp_path), stuck)
+    monkeypatch.setitem(memory._named, str(tmp_path), store)
+    builder = StreamBuilder(store, small_weights())
+    builder.train()
+    worker = Worker(tmp_path, builder)
+    with running(worker.subscriber) as subscriber:
+        assert stuck.reached.wait(TIMEOUT)
+        stopping = threading.Thread(target=subscriber.stop)
+        stopping.start()
+        until(lambda: subscriber.report.status().state == "stopped")
+        stuck.go_on.set()
+        stopping.join(TIMEOUT)
+        assert store.written.wait(TIMEOUT)
+    assert worker.status().state == "stopped"
 
 
 @pytest.mark.parametrize("where", ["prepare", "scatter"])
