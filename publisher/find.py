@@ -72,11 +72,12 @@ class Found:
         for start in (guess, np.where(at_zero, np.uint16(0), guess)):
             old, differs = start.copy(), other != start[where]
             at, bits = where[differs], other[differs]
-            moved = int((weights * _difference(start, guess)).sum(dtype=np.uint64))
-            left = np.uint64((int(missing) - moved) % (1 << 64))
+            left = np.uint64((int(missing) - _growth(weights, start, guess)) % (1 << 64))
             flips = find_flips(left, weights[at] * _difference(bits, start[at]))
-            if flips is not None:
-                old[at[list(flips)]] = bits[list(flips)]
+            if flips is None:
+                continue
+            old[at[list(flips)]] = bits[list(flips)]
+            if _growth(weights, old, guess) == missing:  # two flips of one element are none
                 self.old[uncertain] = old
                 return True
         return False
@@ -198,6 +199,11 @@ def _before(found: Found, coefficients: Coefficients) -> Digests:
     """Digests of the blocks with the old bits in place of the new ones."""
     terms = element_weights(coefficients, found.local + found.start) * _difference(found.new, found.old)
     return found.digests - block_sums(terms, found.block, len(found.digests))
+
+
+def _growth(weights: Terms, bits: Bits16, instead_of: Bits16) -> int:
+    """What a digest grows by with `bits` in place of others."""
+    return int((weights * _difference(bits, instead_of)).sum(dtype=np.uint64))
 
 
 def _history(shard: Shard, start: int, stop: int) -> tuple[Digests, Flags]:
