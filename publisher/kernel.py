@@ -60,17 +60,21 @@ def _digest_row(theta, c):  # type: ignore[no-untyped-def]
 def _candidates(theta, m, v, size, correction, eps, back, flags):  # type: ignore[no-untyped-def]
     """Set flags[j] where the element may have changed; return the largest exponent of a bound, as `_digest_row`.
 
-    3·2⁻²³·(|θ_t| + |θ̂|) covers 1.5·(ulp + ulp) and this pass's own fp32 rounding; the rest is R with room to spare.
+    An element has not changed if θ̂ ± radius stays within half a bf16 ulp of the rounded θ_t, a quarter below a power of
+    two. `of_theta` covers 1.5·(ulp + ulp) and this pass's own fp32 rounding, `of_u` the rest of R with room to spare.
     """
     largest, scale = _U32(0), _F32(1.0) / correction
+    of_theta = _F32(3.0 * 2.0**-23) * (_F32(1.0) + back) * back
+    of_u = (_F32(1.01 * 2.0**-13) + _F32(3.0 * 2.0**-23) * back) * back
     for j in range(theta.size):
         t = theta[j]
         u = (size * m[j]) / (np.sqrt(v[j]) * scale + eps)
-        old = (t + u) * back
-        radius = (abs(t) + abs(old)) * _F32(3.0 * 2.0**-23) + abs(u) * _F32(1.01 * 2.0**-13) + _F32(2.0**-120)
+        radius = abs(t) * of_theta + abs(u) * of_u + _F32(2.0**-120)
         largest = max(largest, _bits(radius) & _EXPONENT)
-        now = _bf16(_bits(t))
-        flags[j] = ((_bf16(_bits(old - radius)) ^ now) | (_bf16(_bits(old + radius)) ^ now)) != _U32(0)
+        rounded = _U32(_bf16(_bits(t)) << _U32(16))
+        half = _F32(_U32(rounded & _EXPONENT).view(_F32)) * _F32(2.0**-8)
+        half = half * _F32(0.5) if rounded & _U32(0x7F0000) == _U32(0) else half
+        flags[j] = not (abs((t + u) * back - _F32(rounded.view(_F32))) + radius < half)
     flags[theta.size :] = 0
     return largest
 

@@ -52,6 +52,17 @@ def test_same_as_the_reference(kernel: str, weight_decay: float, lr: float) -> N
         assert np.array_equal(getattr(found, field), getattr(expected, field)), field
 
 
+def test_same_where_the_decay_is_far_from_one() -> None:
+    it = _stepped(100_000, lr=0.3, weight_decay=1.2)
+    found, expected = (
+        find_compiled(it.shard, _record(it), 0, 100_000),
+        find_reference(it.shard, _record(it), 0, 100_000),
+    )
+    assert found is not None
+    for field in FIELDS:
+        assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+
+
 @given(st.integers(1, 40_000), st.integers(0, 2**32 - 1), st.integers(-45, 38))
 @settings(deadline=None, max_examples=60)
 def test_same_on_any_bit_patterns(numel: int, seed: int, exponent: int) -> None:
