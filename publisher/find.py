@@ -123,9 +123,14 @@ def find_copied(shard: Shard, start: int, stop: int) -> Found:
     assert shard.master is not None
     parameter = part(shard.tensor, start, stop)
     master = part(shard.master, start, stop).to(parameter.device, parameter.dtype)
-    old, new = shard.bits(parameter), shard.bits(master)
+    compare = compare_compiled if parameter.device.type == "cpu" else compare_reference
+    return compare(shard, shard.bits(master), shard.bits(parameter), start)
+
+
+def compare_reference(shard: Shard, new: torch.Tensor, old: torch.Tensor, start: int) -> Found:
+    """What differs between int16 bits from element `start` on. In plain torch, on any device."""
     digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
-    kept, skip = _history(shard, start, stop)
+    kept, skip = _history(shard, start, start + len(new))
     moved = (digests != kept) & ~skip
     local = (new != old).nonzero().flatten()
     local = local[torch.from_numpy(moved).to(local.device)[local // BLOCK]]
@@ -133,6 +138,18 @@ def find_copied(shard: Shard, start: int, stop: int) -> Found:
     found = Found(start, digests, np.zeros_like(digests), local.cpu().numpy(), now, base, low=base, high=base)
     found.missing[moved] = (kept - _before(found, shard.coefficients))[moved]
     return found
+
+
+def compare_compiled(shard: Shard, new: torch.Tensor, old: torch.Tensor, start: int) -> Found:
+    """The same by the compiled kernel."""
+    kept, skip = _history(shard, start, start + len(new))
+    now, base = (bits.numpy().view(np.uint16) for bits in (new, old))
+    digests, missing, local = np.empty_like(kept), np.empty_like(kept), np.empty(len(now), np.int64)
+    rows = shard.coefficients.a_run(start >> 12, len(kept) * _ROWS)
+    count = kernel.compare(now, base, kept, skip, rows, shard.coefficients.c, digests, missing, local)
+    local = local[:count].copy()
+    now, base = now[local], base[local]
+    return Found(start, digests, missing, local, now, base, low=base, high=base)
 
 
 def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
@@ -182,10 +199,12 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
 
 
 def compile_ahead() -> None:
-    """Compile the kernel now, or load it from its cache: seconds that would otherwise be the first step's."""
+    """Compile the kernels now, or load them from their cache: seconds that would otherwise be the first step's."""
     spec, one, zero = TensorSpec("compile_ahead", "BF16", (1,)), torch.ones(1), torch.zeros(1)
     record = StepRecord(1, Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1.0, weight_decay=0.0), zero, zero)
-    find_compiled(Shard(0, spec, one, Source.INVERSION), record, 0, 1)
+    shard = Shard(0, spec, one, Source.INVERSION)
+    find_compiled(shard, record, 0, 1)
+    compare_compiled(shard, shard.bits(one), shard.bits(one), 0)
 
 
 def element_weights(coefficients: Coefficients, offsets: Offsets) -> Terms:

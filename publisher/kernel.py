@@ -1,8 +1,9 @@
-"""The compiled inversion for fp32 state on the CPU and bf16 on the wire: one pass over θ, m and v.
+"""The compiled passes over CPU state: the inversion of fp32 state for bf16 on the wire, which reads θ, m and v once, and
+the comparison of 16-bit parameters with their masters.
 
-It computes what `publisher.find.find_reference`, its oracle, does; they differ only where torch's vectorised sqrt is
-not correctly rounded, far inside the guard. Per row of 4096 elements a wide fp32 pass digests the new bits and finds
-candidates with a bound that is never below R; only those, about one in a hundred, are looked at again in fp64.
+The inversion computes what `publisher.find.find_reference`, its oracle, does; they differ only where torch's vectorised
+sqrt is not correctly rounded, far inside the guard. Per row of 4096 elements a wide fp32 pass digests the new bits and
+finds candidates with a bound that is never below R; only those, about one in a hundred, are looked at again in fp64.
 Releases the GIL, so that pieces run on threads.
 """
 
@@ -156,3 +157,32 @@ def scan(  # type: ignore[no-untyped-def]
                 difference += a[i // _ROW] * c[i % _ROW] * (_U64(now) - _U64(guess))
         missing[block] = kept[block] - (digest - difference)
     return found
+
+
+@_compiled
+def compare(new, old, kept, skip, a, c, digests, missing, local):  # type: ignore[no-untyped-def]
+    """Find where a run of whole blocks differs, and prove `old`; the last block may be short. Returns the number found.
+
+    new, old: uint16 bits, flat. The rest as in `scan`; `local`: offsets of the elements of unskipped, changed blocks.
+    """
+    count = 0
+    for block in range(kept.size):
+        first, end = block * 4 * _ROW, min((block + 1) * 4 * _ROW, new.size)
+        digest, before = _U64(0), _U64(0)
+        for start in range(first, end, _ROW):
+            total, total_before = _U64(0), _U64(0)
+            for j in range(min(_ROW, end - start)):
+                total += c[j] * _U64(new[start + j])
+                total_before += c[j] * _U64(old[start + j])
+            digest += a[start // _ROW] * total
+            before += a[start // _ROW] * total_before
+        digests[block] = digest
+        missing[block] = 0
+        if skip[block] or digest == kept[block]:
+            continue
+        missing[block] = kept[block] - before
+        for i in range(first, end):
+            if new[i] != old[i]:
+                local[count] = i
+                count += 1
+    return count

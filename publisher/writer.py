@@ -90,7 +90,7 @@ class StreamWriter:
         Raises MappingMismatch, Fenced, StoreError, StoreUnsuitable, CommitUnknown; then the writer is closed.
         """
         try:
-            if any(shard.source is Source.INVERSION for shard in self.shards):
+            if any(shard.source in (Source.COPY, Source.INVERSION) for shard in self.shards):
                 compile_ahead()
             require_put_if_absent(self._store)
             stream = create_or_open_stream(self._store)

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.changes import ChangeSet
-from publisher.find import find_compiled, find_reference
+from manifest.catalog import TensorSpec
+from publisher.changes import BLOCK, ChangeSet
+from publisher.find import compare_compiled, compare_reference, find_compiled, find_reference
 from publisher.optimizers import StepRecord, step_records
+from publisher.shard import Shard, Source
 from tests.publisher.steps import Trainee, trainee
 
 FIELDS = ("digests", "missing", "local", "new", "old", "low", "high")
@@ -94,3 +96,28 @@ def test_declines_what_is_not_finite() -> None:
     it = _stepped(50_000, lr=1e-5)
     it.optimizer.state[it.parameter]["exp_avg"][49_999] = float("inf")
     assert find_compiled(it.shard, _record(it), 0, 50_000) is None
+
+
+@given(
+    st.integers(1, 70_000), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 1e-4, 0.01, 1.0]), st.booleans()
+)
+@settings(deadline=None, max_examples=60)
+def test_comparison_with_a_master_is_the_same_as_the_reference(
+    numel: int, seed: int, share: float, reloaded: bool
+) -> None:
+    """Any bits, blocks that are skipped, unchanged or not what they were after the step before."""
+    rng = np.random.default_rng(seed)
+    before = rng.integers(0, 1 << 16, numel, dtype=np.uint16)
+    changed = rng.random(numel) < share
+    after = before ^ (rng.integers(1, 1 << 16, numel, dtype=np.uint16) * changed)
+    old, new = (torch.from_numpy(bits.view(np.int16)) for bits in (before, after))
+    start = 2 * BLOCK
+    live = torch.cat([torch.zeros(start, dtype=torch.bfloat16), old.view(torch.bfloat16)])
+    shard = Shard(0, TensorSpec("w", "BF16", (len(live),)), live, Source.COPY)
+    shard.changes.whole[:] = rng.random(len(shard.kept)) < 0.2
+    if reloaded:
+        shard.kept[-1] += np.uint64(1)
+    found, expected = (f(shard, new, old, start) for f in (compare_compiled, compare_reference))
+    for field in FIELDS:
+        assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+    assert share < 1.0 or shard.changes.whole[2:].all() or len(found.local) > 0
