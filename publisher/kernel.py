@@ -1,5 +1,5 @@
-"""The compiled passes over CPU state: the inversion of fp32 state for bf16 on the wire, which reads θ, m and v once, and
-the comparison of 16-bit parameters with their masters.
+"""The compiled passes over CPU state: the inversion of fp32 state for bf16 on the wire, which reads θ, m and v once,
+and the comparison of 16-bit parameters with their masters.
 
 The inversion computes what `publisher.find.find_reference`, its oracle, does; they differ only where torch's vectorised
 sqrt is not correctly rounded, far inside the guard. Per row of 4096 elements a wide fp32 pass digests the new bits and
