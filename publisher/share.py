@@ -130,7 +130,6 @@ class _Mover:
     def __init__(self) -> None:
         self.end = HEADER
         self._offsets: dict[int, int] = {}
-        self._regions: dict[int, torch.Tensor] = {}
 
     def reserve(self, nbytes: int) -> int:
         """First byte of a new region."""
@@ -147,16 +146,16 @@ class _Mover:
         offset = self._offsets[_address(tensor)] + inside if tensor.numel() else HEADER
         return _place(tensor, tuple(tensor.stride()), offset)
 
-    def moved(self, tensor: torch.Tensor, file: StateFile) -> torch.Tensor:
-        """The same elements, strides included, in the file."""
-        address = _address(tensor)
-        if address not in self._regions:
-            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            self._regions[address] = file.region(self._offsets[address], len(raw))
-            self._regions[address].copy_(raw)
-        storage = self._regions[address].untyped_storage()
-        new = torch.empty(0, dtype=tensor.dtype)
-        return new.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    def move(self, tensors: Sequence[torch.Tensor], file: StateFile) -> None:
+        """Let `tensors`, all those of one storage, live in the file: the same elements, strides included."""
+        old = tensors[0].untyped_storage()
+        region = file.region(self._offsets[old.data_ptr()], old.nbytes())
+        region.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
+        for tensor in tensors:
+            new = torch.empty(0, dtype=tensor.dtype)
+            tensor.data = new.set_(
+                region.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
 
 
 @torch.no_grad()
@@ -169,7 +168,9 @@ def _move(
     moving += [state[key] for state in states.values() for key in _keys(state) if state[key].numel()]
     copied = {name: t for name, t in named.items() if t.numel() and _address(t) not in parameters}
     mover = _Mover()
+    storages: dict[int, list[torch.Tensor]] = {}
     for tensor in moving:
+        storages.setdefault(_address(tensor), []).append(tensor)
         mover.reserve_storage(tensor)
     places = {
         name: _place(t, _contiguous(t.shape), mover.reserve(t.numel() * t.element_size()))
@@ -180,17 +181,12 @@ def _move(
 
     remove_stale(spool)
     file = StateFile.create(spool, mover.end)
-    new_data = {id(tensor): mover.moved(tensor, file) for tensor in moving}
-    for tensor in live:
-        if id(tensor) in new_data:
-            tensor.data = new_data[id(tensor)]
-    for state in states.values():
-        for key in _keys(state):
-            state[key] = new_data.get(id(state[key]), state[key])
+    for tensors in storages.values():  # one after the other, so that never much is there twice
+        mover.move(tensors, file)
     shared = SharedState(
         file,
         {name: file.tensor(places[name]) if name in copied else t.detach() for name, t in named.items()},
-        {name: {key: state[key] for key in _keys(state)} for name, state in states.items()},
+        {name: {key: state[key].detach() for key in _keys(state)} for name, state in states.items()},
     )
     shared.refresh(model)
     write_layout(file, Layout(nbytes=mover.end, tensors=places, moments=moments))

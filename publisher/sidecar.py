@@ -71,22 +71,23 @@ class SidecarFeed:
         config: PublisherConfig,
         spool: Path,
     ) -> "SidecarFeed":
-        """Find the publisher process, share the state with it, and let it open the stream.
+        """Share the state, find the publisher process, and let it open the stream.
 
         Raises SidecarUnavailable if there is none after `capture_timeout` seconds; OptimizerRefused, LocalDiskError;
-        and what opening the stream raises.
+        and what opening the stream raises. Then the state stays where it was moved, but nobody else can map it.
         """
-        link = Link.connect(spool, config.capture_timeout, wait=True)
+        # Before connecting: moving a large state takes longer than the process waits for whoever connects.
+        shared = share_optimizer_state(optimizers, model, spool)
         try:
-            shared = share_optimizer_state(optimizers, model, spool)
-            feed = cls(plan, model, optimizers, shared, link, spool, config.capture_timeout)
+            link = Link.connect(spool, config.capture_timeout, wait=True)
             try:
+                feed = cls(plan, model, optimizers, shared, link, spool, config.capture_timeout)
                 feed._open(total=None)
             except BaseException:
-                shared.file.remove()
+                link.close()
                 raise
         except BaseException:
-            link.close()
+            shared.file.remove()
             raise
         return feed
 

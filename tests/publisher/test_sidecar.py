@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from publisher.frames import SOCKET
 from publisher.listener import Listener
 from publisher.publisher import Publisher
 from publisher.service import run_publisher
+from publisher.share import SharedState, share_optimizer_state
 from tests.publisher.sidecars import ROOT, WAIT, Sidecar, sidecar_thread, store_of, write_config
 from tests.publisher.zoo import Zoo, adamw, assert_identical, attach, make, train
 from tests.support.faults import FaultStore
@@ -293,6 +295,24 @@ def test_without_a_publisher_process_attach_says_how_to_start_one(tmp_path: Path
     with pytest.raises(SidecarUnavailable, match="start `deltasync publisher run`"):
         Publisher.attach(adamw(model), model, config)
     assert not list((tmp_path / "spool").iterdir())  # nothing was shared with nobody
+
+
+def test_moving_a_large_state_may_take_longer_than_a_silent_peer_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 GB took more than the 10 seconds: the publisher process had hung up before the trainer asked for anything."""
+    patience = 0.3
+    monkeypatch.setattr("publisher.session._FIRST_MESSAGE", patience)
+
+    def slow_share(*arguments: Any) -> SharedState:
+        threading.Event().wait(3 * patience)
+        return share_optimizer_state(*arguments)
+
+    monkeypatch.setattr("publisher.sidecar.share_optimizer_state", slow_share)
+    config = write_config(tmp_path)
+    model = Zoo()
+    with sidecar_thread(config), Publisher.attach(adamw(model), model, config) as publisher:
+        assert publisher.version == 0
 
 
 def test_a_wrong_mapping_is_refused_through_the_process(tmp_path: Path) -> None:
