@@ -59,25 +59,23 @@ def _digest_row(theta, c):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _candidates(theta, m, v, size, correction, eps, back, flags):  # type: ignore[no-untyped-def]
-    """Set flags[j] where the element may have changed; return the largest exponent of a bound, as `_digest_row`.
+    """Set flags[j] where the element may have changed, or where a bound is not finite.
 
     An element has not changed if θ̂ ± radius stays within half a bf16 ulp of the rounded θ_t, a quarter below a power of
     two. `of_theta` covers 1.5·(ulp + ulp) and this pass's own fp32 rounding, `of_u` the rest of R with room to spare.
     """
-    largest, scale = _U32(0), _F32(1.0) / correction
+    scale = _F32(1.0) / correction
     of_theta = _F32(3.0 * 2.0**-23) * (_F32(1.0) + back) * back
     of_u = (_F32(1.01 * 2.0**-13) + _F32(3.0 * 2.0**-23) * back) * back
     for j in range(theta.size):
         t = theta[j]
         u = (size * m[j]) / (np.sqrt(v[j]) * scale + eps)
         radius = abs(t) * of_theta + abs(u) * of_u + _F32(2.0**-120)
-        largest = max(largest, _bits(radius) & _EXPONENT)
         rounded = _U32(_bf16(_bits(t)) << _U32(16))
         half = _F32(_U32(rounded & _EXPONENT).view(_F32)) * _F32(2.0**-8)
         half = half * _F32(0.5) if rounded & _U32(0x7F0000) == _U32(0) else half
         flags[j] = not (abs((t + u) * back - _F32(rounded.view(_F32))) + radius < half)
     flags[theta.size :] = 0
-    return largest
 
 
 @_compiled
@@ -94,16 +92,22 @@ def _collect(flags, words, start, chosen, count):  # type: ignore[no-untyped-def
 
 @_compiled
 def _exactly(theta, m, v, size, correction, eps, decay, bits):  # type: ignore[no-untyped-def]
-    """New bits, guess, low, high into bits[0 … 3]: `publisher.inversion.reconstruct`, operation by operation."""
+    """New bits, guess, low, high into bits[0 … 3]: `publisher.inversion.reconstruct`, operation by operation.
+
+    Returns the largest exponent of a radius, as `_digest_row` does.
+    """
+    largest = _U32(0)
     for k in range(theta.size):
         u = _F64((size * m[k]) / (np.sqrt(v[k]) / correction + eps))
         old = (_F64(theta[k]) + u) / decay
         old = 0.0 if abs(old) < abs(u) * _ROUNDING else old
         radius = (1.5 * (_ulp32(_bits(theta[k])) + _ulp32(_bits(old))) + abs(u) * 2.0**-13) / decay
+        largest = max(largest, _bits(radius) & _EXPONENT)
         bits[0, k] = _bf16(_bits(theta[k]))
         bits[1, k] = _bf16(_bits(old))
         bits[2, k] = _bf16(_bits(old - radius))
         bits[3, k] = _bf16(_bits(old + radius))
+    return largest
 
 
 @_compiled
@@ -139,13 +143,14 @@ def scan(  # type: ignore[no-untyped-def]
         count = 0
         for start in range(first, end, _ROW):
             row = slice(start, min(start + _ROW, end))
-            if _candidates(theta[row], m[row], v[row], size, correction, eps, back, flags) == _EXPONENT:
-                return -1
+            _candidates(theta[row], m[row], v[row], size, correction, eps, back, flags)
             count = _collect(flags, words, start, chosen, count)
         for k in range(count):
             i = chosen[k]
             state[0, k], state[1, k], state[2, k] = theta[i], m[i], v[i]
-        _exactly(state[0, :count], state[1, :count], state[2, :count], size, correction, eps, decay, exact)
+        theta_m_v = state[0, :count], state[1, :count], state[2, :count]
+        if _exactly(*theta_m_v, size, correction, eps, decay, exact) == _EXPONENT:
+            return -1
         difference = _U64(0)
         for k in range(count):
             now, guess, low, high = exact[0, k], exact[1, k], exact[2, k], exact[3, k]

@@ -15,7 +15,7 @@ from publisher.mapping import TORCH_DTYPES
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-PIECE = 32 * BLOCK
+PIECE = 64 * BLOCK
 """Elements handled at a time: temporaries of a few MB each, whatever the size of the tensor."""
 
 
