@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Final
 
 from chunkstore.http import Answers, StatusServer
 from chunkstore.metrics import StoreMetrics
@@ -16,8 +17,11 @@ from subscriber.journal import Journal
 from subscriber.page import page
 from subscriber.report import AppliedVersion, Report, event
 from subscriber.session import Session
+from subscriber.threads import join_abandoned
 
 __all__ = ["AppliedVersion", "Subscriber"]
+
+_LAST_WORK: Final = 2.0  # seconds that a stop waits for work it has cut short
 
 
 class Subscriber:
@@ -70,6 +74,7 @@ class Subscriber:
             if not self._stop_asked:
                 raise
         finally:
+            join_abandoned(_LAST_WORK)
             with self._changed:
                 self._running = None
 

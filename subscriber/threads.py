@@ -2,13 +2,17 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
 Check = Callable[[], None]
 """Long work calls it between parts; it raises Abandoned once nobody waits for the result any more."""
+
+
+_abandoned: Final[set[threading.Thread]] = set()
 
 
 class Abandoned(BaseException):
@@ -50,9 +54,23 @@ async def in_thread(work: Callable[[Check], T]) -> T:
         else:
             deliver(lambda: done.set_result(result))
 
-    threading.Thread(target=run, daemon=True, name="deltasync-work").start()
+    thread = threading.Thread(target=run, daemon=True, name="deltasync-work")
+    thread.start()
     try:
         return await done
     except asyncio.CancelledError:
+        _abandoned.add(thread)
         abandoned.set()
         raise
+
+
+def join_abandoned(seconds: float) -> None:
+    """Wait up to `seconds` for work that nobody waits for any more, as a rule until its next `check()`.
+
+    For the end of a run: a thread that the interpreter's exit finds inside torch brings the process down with an abort.
+    """
+    deadline = time.monotonic() + seconds
+    for thread in list(_abandoned):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if not thread.is_alive():
+            _abandoned.discard(thread)

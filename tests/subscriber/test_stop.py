@@ -17,7 +17,7 @@ from chunkstore.store import Buffer, Store
 from subscriber.daemon import Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.staging import StagedUpdate
-from subscriber.threads import in_thread
+from subscriber.threads import in_thread, join_abandoned
 from subscriber.torch_engine import TorchEngine
 from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights, until
 from tests.support.streams import StreamBuilder
@@ -233,3 +233,29 @@ def test_a_second_stop_does_not_tear_an_apply_apart(tmp_path: Path) -> None:
     asyncio.run(worker.subscriber.run(once=True))
     assert worker.holds(1)
     assert not worker.applied  # it was on the record
+
+
+def test_the_end_of_a_run_waits_for_work_that_was_cut_short() -> None:
+    """A thread that the interpreter's exit finds inside torch brings the process down with an abort."""
+    stuck, finished = Stuck(), threading.Event()
+
+    def work(_: Callable[[], None]) -> None:
+        stuck()
+        finished.set()
+
+    async def cut_short() -> None:
+        task = asyncio.create_task(in_thread(work))
+        while not stuck.reached.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cut_short())
+    joining = threading.Thread(target=join_abandoned, args=(TIMEOUT,))
+    joining.start()
+    assert not finished.is_set()
+    stuck.go_on.set()
+    joining.join(TIMEOUT)
+    assert finished.is_set()
+    assert elapsed(lambda: join_abandoned(TIMEOUT)) < TIMEOUT / 2
