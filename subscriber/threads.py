@@ -59,6 +59,7 @@ async def in_thread(work: Callable[[Check], T]) -> T:
     try:
         return await done
     except asyncio.CancelledError:
+        _abandoned.difference_update([other for other in _abandoned if not other.is_alive()])
         _abandoned.add(thread)
         abandoned.set()
         raise
@@ -72,5 +73,3 @@ def join_abandoned(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for thread in list(_abandoned):
         thread.join(max(0.0, deadline - time.monotonic()))
-        if not thread.is_alive():
-            _abandoned.discard(thread)
