@@ -59,7 +59,7 @@ async def in_thread(work: Callable[[Check], T]) -> T:
     try:
         return await done
     except asyncio.CancelledError:
-        _abandoned.difference_update([other for other in _abandoned if not other.is_alive()])
+        _abandoned.difference_update([other for other in list(_abandoned) if not other.is_alive()])
         _abandoned.add(thread)
         abandoned.set()
         raise
