@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from manifest.catalog import Catalog, TensorSpec
+from manifest.naming import canonical_tensors
 from publisher.checkpoint import Checkpoint
 from publisher.errors import MappingMismatch
-from publisher.naming import canonical_tensors
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "BOOL": torch.bool,

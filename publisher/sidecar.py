@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from chunkstore.errors import Action, DeltasyncError
 from manifest.catalog import Catalog
 from manifest.errors import CommitUnknown
+from manifest.naming import canonical_tensors
 from publisher.commit import Commit, PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, MappingMismatch, PublisherStopped, SidecarBusy, SidecarUnavailable
 from publisher.link import Link, Outcome
 from publisher.mapping import check_still_fits
 from publisher.messages import Close, GroupRecord, Open, Publish, Step
-from publisher.naming import canonical_tensors
 from publisher.optimizers import hyper_of, steps_taken
 from publisher.share import SharedState, share_optimizer_state
 from publisher.watch import WatchPlan

@@ -8,11 +8,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manifest.catalog import Catalog
+from manifest.naming import canonical_tensors
 from publisher.checkpoint import Checkpoint
 from publisher.config import PublisherConfig
 from publisher.errors import OptimizerRefused
 from publisher.mapping import check_still_fits, map_model
-from publisher.naming import canonical_tensors
 from publisher.optimizers import check_invertible, steps_taken
 from publisher.shard import Shard, Source
 

@@ -1,18 +1,14 @@
 """Which live tensors of a module hold each canonical tensor of a catalog."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from manifest.catalog import Catalog
+from manifest.naming import canonical_tensors
 from subscriber.errors import EngineMismatch, name_offenders
 from subscriber.torch_bits import DTYPES
-
-_COMPILED: Final = "_orig_mod"  # torch.compile keeps the module it wraps under this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +25,10 @@ class LiveTensor:
 def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
     """The module's parameters and persistent buffers in catalog order.
 
-    Wrapper prefixes (`module.`, `_orig_mod.`) are dropped because of what the wrapper is. Raises EngineMismatch naming
-    every tensor that is missing, surplus, of another dtype or shape, or that cannot be written in place.
+    Raises EngineMismatch naming every tensor that is missing, surplus, of another dtype or shape, or that cannot be
+    written in place.
     """
-    live = dict(_walk(module, ""))
+    live = canonical_tensors(module)
     names: list[list[str]] = [[spec.name] for spec in catalog.tensors]
     for alias, name in catalog.aliases.items():
         names[catalog.ids[name]].append(alias)
@@ -67,28 +63,6 @@ def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
             hint="build the module from the trained model's config, in its inference dtype",
         )
     return out
-
-
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    wrapped = _wrapped(module)
-    if wrapped is not None:
-        yield from _walk(wrapped, prefix)
-        return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield prefix + name, buffer
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, f"{prefix}{name}.")
-
-
-def _wrapped(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, DistributedDataParallel | DataParallel):
-        return module._modules["module"]
-    return module._modules.get(_COMPILED)
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:

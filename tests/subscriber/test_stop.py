@@ -217,12 +217,12 @@ def test_a_second_stop_does_not_tear_an_apply_apart(tmp_path: Path) -> None:
     async def serve() -> None:
         running = asyncio.create_task(worker.subscriber.run())
         while not stuck.reached.is_set():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0)
             if builder.version == 0 and worker.subscriber.version == 0:
                 builder.train()
         for _ in range(3):
             worker.subscriber.stop()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # the loop sees the stop
         assert not running.done()
         stuck.go_on.set()
         await running

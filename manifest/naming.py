@@ -1,4 +1,4 @@
-"""Canonical names of a module's parameters and persistent buffers.
+"""Canonical names of a torch module's parameters and persistent buffers, the same on both sides of a stream.
 
 Wrappers add path segments that no checkpoint knows: DistributedDataParallel and DataParallel `module`, torch.compile
 `_orig_mod`. They are dropped because of what the wrapper *is*, wherever it stands; a layer that merely is called
