@@ -83,10 +83,10 @@ class SidecarFeed:
             try:
                 feed = cls(plan, model, optimizers, shared, link, spool, config.capture_timeout)
                 feed._open(total=None)
-            except BaseException:
+            except BaseException:  # whatever it was, the connection must not keep the next trainer out
                 link.close()
                 raise
-        except BaseException:
+        except BaseException:  # whatever it was, nobody will use this memory
             shared.file.remove()
             raise
         return feed
@@ -182,7 +182,7 @@ class SidecarFeed:
         self._link = Link.connect(self._spool, self._timeout, wait=False)
         try:
             self._open(self._timeout)
-        except BaseException:
+        except BaseException:  # whatever it was, a half-open session is of no use
             self._link.close()
             raise
         log.info("the publisher process is back, at version %d", self._version)

@@ -103,7 +103,7 @@ class StreamWriter:
                 verify_against_files([s.kept_digest for s in self.shards], self.catalog, checkpoint)
             put_catalog(self._store, self.catalog)
             self._first_version()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the threads must not outlive a failed start
             self._shut_down()
             raise
 

@@ -85,7 +85,7 @@ class Holder:
             scattered = await self.engine.scatter(prepared)
             crash_point("subscriber.before_record")
             self._record(staged.target)
-        except BaseException:
+        except BaseException:  # also a cancellation: what the engine holds is not known any more
             self._nothing(f"writing version {staged.target.version} failed")
             raise
         self._report.serving(staged.target.version, staged.target.root)

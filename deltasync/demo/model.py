@@ -38,7 +38,7 @@ def prepare_model(name: str, cache: Path) -> Path:
             scratch.rename(folder)
         except FileExistsError:  # another run was quicker; its folder is as good as ours
             shutil.rmtree(scratch)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no half-made model may stay
             shutil.rmtree(scratch)
             raise
     return folder
