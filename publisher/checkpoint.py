@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 
 from chunkstore.digest import digest
 from chunkstore.dtypes import WIDTH, Bits, bits_dtype
+from chunkstore.torch_dtypes import BIT_DTYPES
 from manifest.catalog import TensorSpec
 from publisher.errors import MappingMismatch
 
 _SLICE_BYTES = 64 << 20
-_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Checkpoint:
     def _slices(self, name: str) -> Iterator[tuple[int, Bits]]:
         spec = self.tensors[name]
         with safe_open(self.files[name], framework="pt") as file:
-            flat = file.get_tensor(name).reshape(-1).view(_SIGNED[spec.width])
+            flat = file.get_tensor(name).reshape(-1).view(BIT_DTYPES[spec.width])
         step = _SLICE_BYTES // spec.width
         for start in range(0, spec.numel, step):
             yield start, flat[start : start + step].numpy().view(np.dtype(bits_dtype(spec.dtype)))

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from chunkstore.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from manifest.catalog import Catalog, TensorSpec
 from manifest.naming import canonical_tensors
 from publisher.checkpoint import Checkpoint
 from publisher.errors import MappingMismatch
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "BOOL": torch.bool,
-    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
-    "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
-}  # fmt: skip
-DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)

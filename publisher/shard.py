@@ -9,11 +9,9 @@ import torch
 
 from chunkstore.digest import Coefficients
 from chunkstore.digest_torch import block_digests
+from chunkstore.torch_dtypes import BIT_DTYPES, TORCH_DTYPES
 from manifest.catalog import TensorSpec
 from publisher.changes import BLOCK, ChangeSet, Digests, block_count
-from publisher.mapping import TORCH_DTYPES
-
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 PIECE = 64 * BLOCK
 """Elements handled at a time: temporaries of a few MB each, whatever the size of the tensor."""
@@ -70,7 +68,7 @@ class Shard:
 
     def bits(self, values: torch.Tensor) -> torch.Tensor:
         """The inference bits of a `part` of the live tensor, as signed integers of the wire's width."""
-        return values.to(self.wire).contiguous().view(_INTEGER[self.spec.width])
+        return values.to(self.wire).contiguous().view(BIT_DTYPES[self.spec.width])
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """(first flat index, inference bits) of consecutive parts of at most PIECE elements."""

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
+from chunkstore.torch_dtypes import DTYPE_NAMES
 from manifest.naming import canonical_tensors
 from publisher.errors import MappingMismatch, OptimizerRefused
-from publisher.mapping import DTYPE_NAMES
 from publisher.spool import ALIGNMENT, HEADER, Layout, Moment, Place, StateFile, remove_stale, write_layout
 
 MOMENTS: Final[tuple[Moment, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

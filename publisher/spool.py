@@ -23,10 +23,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from chunkstore.dtypes import WIDTH
+from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.catalog import MAX_TENSORS
 from manifest.errors import LocalDiskError
 from publisher.errors import SpoolInvalid
-from publisher.mapping import TORCH_DTYPES
 
 HEADER: Final = 4096
 """Bytes before the first tensor."""

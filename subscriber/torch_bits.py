@@ -10,21 +10,9 @@ import torch
 from chunkstore import digest_torch
 from chunkstore.codec import WINDOW
 from chunkstore.dtypes import BITS, Bits
+from chunkstore.torch_dtypes import BIT_DTYPES
 from manifest.merge import Update
 
-DTYPES: Final[dict[torch.dtype, str]] = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.bool: "BOOL",
-    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
-    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64",
-}  # fmt: skip
-"""Wire dtype of each torch dtype that a catalog can name."""
-
-_SIGNED: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # torch indexes few unsigned dtypes
 _STRIDED_PART: Final = 1 << 18  # elements per step where every index has to be unravelled
 _MASK: Final = (1 << 64) - 1
 
@@ -74,7 +62,7 @@ def digest(name: str, tensor: torch.Tensor) -> int:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(_SIGNED[tensor.element_size()])
+    return tensor.detach().view(BIT_DTYPES[tensor.element_size()])
 
 
 def _strided(bits: torch.Tensor, update: Update) -> Iterator[tuple[tuple[torch.Tensor, ...], slice]]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from chunkstore.torch_dtypes import DTYPE_NAMES
 from manifest.catalog import Catalog
 from manifest.naming import canonical_tensors
 from subscriber.errors import EngineMismatch, name_offenders
-from subscriber.torch_bits import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _steps(tensor: torch.Tensor) -> list[int]:
 
 
 def _unfit(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
-    found = DTYPES.get(tensor.dtype, str(tensor.dtype))
+    found = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if found != dtype:
         return f"has dtype {found}, the catalog says {dtype}"
     if tuple(tensor.shape) != shape:

@@ -14,9 +14,9 @@ from torch.optim import AdamW, Optimizer
 
 from chunkstore.memory import MemoryStore
 from chunkstore.store import Store
+from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.log import VersionLog, open_stream
 from manifest.restore import restore
-from publisher.mapping import TORCH_DTYPES
 from publisher.publisher import Publisher
 
 WIRE = {"narrow.weight": torch.float16, "router.weight": torch.float32, "mean": torch.float32}

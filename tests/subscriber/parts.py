@@ -13,15 +13,13 @@ from torch import nn
 
 from chunkstore.dtypes import BITS, Bits
 from chunkstore.open import StoreConfig
+from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.keys import status_key
 from subscriber.config import SubscriberConfig
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.status import MAX_STATUS_BYTES, SubscriberStatus
-from subscriber.torch_bits import DTYPES
 from subscriber.torch_engine import TorchEngine
 from tests.support.streams import StreamBuilder, Tensor, Weights, random_weights
-
-TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 SHAPES = {
     "embed.weight": (16, 8),
@@ -50,7 +48,7 @@ def module_for(weights: Weights, aliases: Mapping[str, str] | None = None) -> nn
     root = nn.Module()
     made: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
-        made[name] = torch.zeros(tensor.bits.shape, dtype=TORCH[tensor.dtype])
+        made[name] = torch.zeros(tensor.bits.shape, dtype=TORCH_DTYPES[tensor.dtype])
         put_tensor(root, name, made[name])
     for alias, name in (aliases or {}).items():
         parent, leaf = _parent(root, alias)

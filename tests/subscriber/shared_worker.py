@@ -14,10 +14,11 @@ from torch import nn
 from chunkstore import crashpoints
 from chunkstore.dtypes import WIDTH
 from chunkstore.open import StoreConfig
+from chunkstore.torch_dtypes import TORCH_DTYPES
 from subscriber.config import SubscriberConfig
 from subscriber.daemon import Subscriber
 from subscriber.torch_engine import TorchEngine
-from tests.subscriber.parts import TORCH, put_tensor
+from tests.subscriber.parts import put_tensor
 
 BOOT_ID = "one-life"
 
@@ -30,7 +31,7 @@ def shared_module(file: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Map
     memory = torch.from_file(str(file), shared=True, size=sum(places.values()), dtype=torch.uint8)
     start = 0
     for name, shape in shapes.items():
-        kind = TORCH[dtypes.get(name, "BF16")]
+        kind = TORCH_DTYPES[dtypes.get(name, "BF16")]
         put_tensor(module, name, memory[start : start + sizes[name]].view(kind).view(shape))
         start += places[name]
     return module

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from chunkstore import digest as numpy_digest
 from chunkstore.dtypes import WIDTH, bits_dtype
+from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.merge import Update
 from subscriber import torch_bits
-from tests.subscriber.parts import TORCH, live_bits
+from tests.subscriber.parts import live_bits
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
@@ -26,7 +27,7 @@ def tensor_of(dtype: str, layout: str, rng: np.random.Generator) -> torch.Tensor
     """20 × 6 random bit patterns, NaNs and all."""
     kind = bits_dtype(dtype)
     bits = rng.integers(0, 2 if dtype == "BOOL" else 1 << 8 * kind.itemsize, (20, 6), kind)
-    tensor = torch.from_numpy(bits.view(f"i{kind.itemsize}")).clone().view(TORCH[dtype])
+    tensor = torch.from_numpy(bits.view(f"i{kind.itemsize}")).clone().view(TORCH_DTYPES[dtype])
     out = LAYOUTS[layout](tensor)
     assert np.array_equal(live_bits(out), bits)
     return out
