@@ -126,7 +126,7 @@ class Subscriber:
 
     async def _run(self, until_version: int | None, once: bool) -> None:
         with ExitStack() as stack:
-            journal = stack.enter_context(Journal(self.config.state_path, self.engine.boot_id))
+            journal = stack.enter_context(Journal(self.config.state_path))
             if self.config.http is not None:
                 server = stack.enter_context(StatusServer(self.config.http, _answers(self.report)))
                 self.http_port = server.port

@@ -1,6 +1,7 @@
 """What the daemon needs of an engine: say what you hold, check an update, write it.
 
-An engine starts held: it serves nothing until `release` or a scatter that succeeded. Calls come one by one.
+An engine starts held: it serves nothing until `release` or a scatter that succeeded. Calls come one by one, `attach`
+first, and once more after EngineRestarted, which every other call may raise.
 """
 
 from dataclasses import dataclass
@@ -49,9 +50,18 @@ class Scattered:
 class Engine(Protocol):
     """An inference engine whose weights can be read and written in place."""
 
-    @property
-    def boot_id(self) -> str:
-        """Changes whenever the weights may have been lost; letters, digits, `.`, `_`, `-`."""
+    async def attach(self) -> str:
+        """Reach the engine; from here on it is held, unless it is known to serve what a daemon released.
+
+        Returns its boot id, which changes whenever the weights may have been lost; letters, digits, `.`, `_`, `-`.
+        Raises EngineFailed while it cannot be reached, EngineMismatch if it is none that can be driven.
+        """
+
+    async def check(self) -> None:
+        """Whether this is still the engine, and the weights, that were left behind: cheap, and called often.
+
+        Raises EngineRestarted, EngineChanged if somebody else has written weights, EngineFailed.
+        """
 
     async def state(self, catalog: Catalog) -> EngineState:
         """Read all live weights. Raises EngineMismatch naming every tensor that does not fit the catalog."""

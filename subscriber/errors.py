@@ -3,7 +3,8 @@
 DeltasyncError
 └── SubscriberError
     ├── EngineMismatch        the catalog and the engine's tensors do not fit; names all offenders (fatal)
-    ├── EngineChanged         somebody else wrote the weights between prepare and scatter; nothing written (reseed)
+    ├── EngineChanged         somebody else wrote the weights (reseed)
+    ├── EngineRestarted       the engine lives another life than the one that was attached (retry)
     ├── EngineFailed          the engine could not read or write its weights, e.g. out of memory (retry)
     ├── EngineNotReady        generation was asked for while no verified version is loaded (retry)
     ├── EngineDrift           the live weights are not those of the version that was applied (reseed)
@@ -28,6 +29,11 @@ class EngineMismatch(SubscriberError):
 class EngineChanged(SubscriberError):
     kind = "engine_changed"
     action = Action.RESEED
+
+
+class EngineRestarted(SubscriberError):
+    kind = "engine_restarted"
+    action = Action.RETRY
 
 
 class EngineFailed(SubscriberError):

@@ -55,7 +55,7 @@ class Holder:
 
     async def abandon(self, reason: str) -> None:
         """Serve nothing more; what was recorded is left to whoever reads it next."""
-        self._nothing(reason)
+        self.doubt(reason)
         await self.engine.hold(reason)
 
     async def write(self, prepared: Prepared) -> Scattered:
@@ -86,7 +86,7 @@ class Holder:
             crash_point("subscriber.before_record")
             self._record(staged.target)
         except BaseException:  # also a cancellation: what the engine holds is not known any more
-            self._nothing(f"writing version {staged.target.version} failed")
+            self.doubt(f"writing version {staged.target.version} failed")
             raise
         self._report.serving(staged.target.version, staged.target.root)
         crash_point("subscriber.after_record")
@@ -166,7 +166,8 @@ class Holder:
             await self.lose(error.message)
             raise error
 
-    def _nothing(self, reason: str) -> None:
+    def doubt(self, reason: str) -> None:
+        """What the engine holds, or whether it still is there, is not known any more; `recover` finds out."""
         self.held = None
         self._report.held(reason)
         self._on_change(None)

@@ -52,14 +52,10 @@ class _Wire(BaseModel):
 
 
 class Journal:
-    """The journal of one engine's life. One process at a time; the lock is held until `close`."""
+    """The journal of one engine's life, named by `begin`. One process at a time; the lock is held until `close`."""
 
-    def __init__(self, directory: Path, boot_id: str) -> None:
-        if not _NAME.fullmatch(boot_id):
-            raise ValueError(f"boot id {boot_id!r} cannot be a file name")
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._boot_id = boot_id
-        self._path = directory / f"journal-{boot_id}.json"
         with disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -70,8 +66,15 @@ class Journal:
             raise SubscriberBusy(
                 f"another subscriber uses {directory}", hint="give each subscriber of a host its own `id`"
             ) from error
-        with disk_errors(directory):
-            for other in directory.glob("journal-*.json"):  # engines whose life has ended
+
+    def begin(self, boot_id: str) -> None:
+        """From now on the journal of the life `boot_id`; those of lives that have ended are removed."""
+        if not _NAME.fullmatch(boot_id):
+            raise ValueError(f"boot id {boot_id!r} cannot be a file name")
+        self._boot_id = boot_id
+        self._path = self._directory / f"journal-{boot_id}.json"
+        with disk_errors(self._directory):
+            for other in self._directory.glob("journal-*.json"):
                 if other != self._path:
                     other.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
 from subscriber.engine import Engine
-from subscriber.errors import EngineDrift
+from subscriber.errors import EngineChanged, EngineDrift, EngineFailed, EngineRestarted
 from subscriber.follow import Follower
 from subscriber.holder import Holder
 from subscriber.identity import Identity
@@ -47,6 +47,7 @@ class Session:
         self._report = report
         self._on_change = on_change
         self._on_applied = on_applied
+        self._boot_id = ""
         self._wake = asyncio.Event()
         self._renewing = asyncio.Lock()
         self._link: _Link | None = None
@@ -67,6 +68,7 @@ class Session:
         watch = Watch(self._store.url, wake)
         lease = asyncio.create_task(self._renew_for_ever())
         try:
+            await self._attach(once)
             follower = await self._connect(once)
             while True:
                 watch.start()
@@ -74,7 +76,14 @@ class Session:
                     watch.stop()
                     watch = Watch(self._store.url, wake)
                     follower = await self._connect(once)
-                idle = await self._careful(follower, once)
+                try:
+                    idle = await self._careful(follower, once)
+                except EngineRestarted as error:
+                    self._report.failed(error)
+                    follower.holder.doubt(error.message)
+                    await self._attach(once)
+                    follower = await self._connect(once)
+                    continue
                 held = follower.holder.held
                 if until_version is not None and held is not None and held.version >= until_version:
                     return
@@ -86,6 +95,23 @@ class Session:
             watch.stop()
             lease.cancel()
             await self._last_word()
+
+    async def _attach(self, once: bool) -> None:
+        """Wait for the engine, and go by the journal of its present life."""
+        while True:
+            try:
+                self._boot_id = await self._engine.attach()
+                break
+            except DeltasyncError as error:
+                if once:
+                    raise
+                self._note(error)
+                await self._renew()
+                await sleep_until(self._wake, self._backoff(self._lost))
+        if self._lost:
+            self._lost = 0
+            self._report.recovered()
+        self._journal.begin(self._boot_id)
 
     async def _connect(self, once: bool) -> Follower:
         """Wait for the stream to exist and set up what works on it."""
@@ -110,7 +136,7 @@ class Session:
         )
         self._recovered, self._seen, self._failure = False, -1, None
         self._strays.clear()
-        self._report.connected(self._engine.boot_id, stream.id.hex())
+        self._report.connected(self._boot_id, stream.id.hex())
         holder = Holder(self._engine, self._journal, self._report, stream.id, self._on_change)
         return Follower(
             log,
@@ -148,7 +174,7 @@ class Session:
         try:
             idle = await self._round(follower, once)
         except DeltasyncError as error:
-            if once:
+            if once or isinstance(error, EngineRestarted):
                 raise
             self._note(error)
             return True
@@ -159,6 +185,7 @@ class Session:
 
     async def _round(self, follower: Follower, once: bool) -> bool:
         """Look once and follow what is new. Returns whether there was nothing to do."""
+        await self._check(follower)
         if not self._recovered:
             await self._newest(self._seen)
             await follower.recover(self._seen)
@@ -173,6 +200,8 @@ class Session:
             return True
         try:
             applied = await follower.follow(target)
+        except EngineRestarted:
+            raise
         except DeltasyncError as error:
             passed_over = await self._failed(error, target, version)
             if once and not passed_over:
@@ -186,6 +215,17 @@ class Session:
         await self._renew()
         await self._audit(follower, applied)
         return False
+
+    async def _check(self, follower: Follower) -> None:
+        """See that the engine is there and holds what it was left with, else nothing that it holds counts any more."""
+        try:
+            await self._engine.check()
+        except (EngineChanged, EngineFailed) as error:
+            self._recovered = False
+            follower.holder.doubt(error.message)
+            if isinstance(error, EngineChanged):
+                await self._engine.hold(error.message)
+            raise
 
     async def _target(self, held: int) -> int | None:
         """The version to go to now, if any: a newer one at once, one that failed when its time has come."""

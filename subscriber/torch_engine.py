@@ -49,9 +49,11 @@ class TorchEngine:
         self._gate = Gate("no verified version has been loaded yet")
         self._version: int | None = None
 
-    @property
-    def boot_id(self) -> str:
+    async def attach(self) -> str:
         return self._boot_id
+
+    async def check(self) -> None:
+        """Lives and dies with this process; what somebody else writes is seen by `scatter` and by the audit."""
 
     @property
     def version(self) -> int | None:

@@ -1,0 +1,151 @@
+"""An engine in another process: not there yet, gone for a while, restarted, written by somebody else."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkstore.errors import DeltasyncError
+from chunkstore.posix import PosixStore
+from subscriber.daemon import AppliedVersion, Subscriber
+from subscriber.engine import Prepared, Scattered
+from subscriber.errors import EngineChanged, EngineFailed, EngineRestarted
+from subscriber.staging import StagedUpdate
+from subscriber.torch_engine import TorchEngine
+from tests.subscriber.parts import differing, make_config, module_for, running, small_weights, until
+from tests.support.streams import StreamBuilder
+
+
+class RemoteEngine(TorchEngine):
+    """A torch engine with the manners of a server: `gone` while set, and every life has a number."""
+
+    def __init__(self, builder: StreamBuilder) -> None:
+        self.builder = builder
+        self.life = 0
+        self.gone: DeltasyncError | None = None
+        self.written: DeltasyncError | None = None
+        self.held: list[str] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """A new life with the weights it had at first."""
+        self.life += 1
+        super().__init__(module_for(self.builder.weights[0], self.builder.aliases))
+        self.attached = 0
+
+    async def attach(self) -> str:
+        self._reach()
+        self.attached = self.life
+        return f"life-{self.life}"
+
+    async def check(self) -> None:
+        self._reach()
+        if self.attached != self.life:
+            raise EngineRestarted(f"life {self.life} answers, not {self.attached}", hint="")
+        if self.written is not None:
+            error, self.written = self.written, None
+            raise error
+
+    async def prepare(self, staged: StagedUpdate) -> Prepared:
+        await self.check()
+        return await super().prepare(staged)
+
+    async def scatter(self, prepared: Prepared) -> Scattered:
+        await self.check()
+        return await super().scatter(prepared)
+
+    async def hold(self, reason: str) -> None:
+        self.held.append(reason)
+        await super().hold(reason)
+
+    def _reach(self) -> None:
+        if self.gone is not None:
+            raise self.gone
+
+
+class Remote:
+    """A stream of two versions, such an engine, a subscriber, and what it said it serves."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.builder = StreamBuilder(PosixStore(tmp_path / "store"), small_weights())
+        self.builder.train()
+        self.engine = RemoteEngine(self.builder)
+        self.applied: list[AppliedVersion] = []
+        self.subscriber = Subscriber(make_config(tmp_path, self.builder), self.engine, self.applied.append)
+
+    def holds(self, version: int) -> bool:
+        return self.subscriber.version == version and not differing(
+            self.engine.module, self.builder.weights[version]
+        )
+
+    def reason(self) -> str:
+        return self.subscriber.report.reason or ""
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Remote:
+    return Remote(tmp_path)
+
+
+def test_it_waits_for_an_engine_that_is_not_there_yet(remote: Remote) -> None:
+    remote.engine.gone = EngineFailed("connection refused", hint="start it")
+    with running(remote.subscriber):
+        until(lambda: remote.subscriber.report.status().last_error is not None)
+        assert remote.subscriber.report.reason is not None
+        remote.engine.gone = None
+        until(lambda: remote.holds(1))
+        until(lambda: remote.subscriber.report.status().last_error is None)
+
+
+def test_a_new_life_is_brought_to_the_newest_version(remote: Remote) -> None:
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        remote.engine.restart()
+        until(lambda: len(remote.applied) == 2 and remote.holds(1))
+        assert remote.subscriber.report.status().boot_id == "life-2"
+
+
+def test_a_life_that_ends_during_an_apply(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Callable[..., Scattered] = RemoteEngine._scatter
+
+    def dies(self: RemoteEngine, prepared: Prepared) -> Scattered:
+        if self.life == 1 and prepared.staged.target.version:
+            self.restart()
+            raise EngineRestarted("died while it was written", hint="")
+        return original(self, prepared)
+
+    monkeypatch.setattr(RemoteEngine, "_scatter", dies)
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1) and remote.engine.life == 2)
+
+
+def test_an_engine_that_is_gone_for_a_while_keeps_its_version(remote: Remote) -> None:
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        remote.engine.gone = EngineFailed("timed out", hint="look at its log")
+        until(lambda: "timed out" in remote.reason() and remote.subscriber.version is None)
+        remote.engine.gone = None
+        until(lambda: remote.subscriber.report.ready and remote.holds(1))
+    assert len(remote.applied) == 1
+
+
+@pytest.mark.parametrize("harm", [True, False])
+def test_somebody_elses_write_is_noticed_without_a_new_version(remote: Remote, harm: bool) -> None:
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        if harm:
+            with torch.no_grad():
+                remote.engine.module.get_parameter("embed.weight").add_(1)
+        remote.engine.written = EngineChanged("somebody wrote", hint="")
+        until(lambda: "somebody wrote" in remote.engine.held)
+        until(lambda: remote.subscriber.report.ready and remote.holds(1))
+    assert len(remote.applied) == (2 if harm else 1)
+
+
+def test_once_does_not_wait_for_an_engine(tmp_path: Path) -> None:
+    remote = Remote(tmp_path)
+    remote.engine.gone = EngineFailed("connection refused", hint="start it")
+    with pytest.raises(EngineFailed):
+        asyncio.run(remote.subscriber.run(once=True))
