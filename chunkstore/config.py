@@ -119,6 +119,10 @@ def _explain(kind: str, loc: tuple[int | str, ...], text: str, data: object, mod
             }
         # Anything else is pydantic's own step, such as the tag of a union: it is no part of the file.
     text = text.removeprefix("Value error, ")
+    if kind == "union_tag_not_found":
+        return (
+            f"{path}: {_shown(data)}: which kind it is has to be said: {text.rpartition(' ')[2]} is required"
+        )
     allowed = text[:1].lower() + text[1:] if text.startswith("Input") else text
     return f"{path}: {_shown(data)}: {allowed}" if path else allowed
 

@@ -3,9 +3,9 @@
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
@@ -17,14 +17,65 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EngineConfig(_Strict):
-    """Which engine `deltasync subscriber run` drives.
+def _name_of_server(fields: dict[str, Any]) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", fields.get("url", "").partition("://")[2].rstrip("/"))
+
+
+class TorchEngineConfig(_Strict):
+    """A module in the daemon's own process.
 
     `factory`: `module:function` of your own code; called without arguments, returns the `torch.nn.Module`.
     """
 
-    type: Literal["torch"] = "torch"
+    type: Literal["torch"]
     factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+class ServerConfig(_Strict):
+    """One SGLang server. `name`: for status, metrics and files; the URL's host and port unless given."""
+
+    url: str = Field(pattern=r"^https?://[^/?#\s]+/?$")
+    name: str = Field(default_factory=_name_of_server, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}$")
+
+
+class SGLangEngineConfig(_Strict):
+    """SGLang servers on this host, which see `staging_dir` under the same path.
+
+    `api_key`, `admin_api_key`: what the servers were started with; write `${NAME}` to take them from the environment,
+    or name a file, which is read anew for every connection.
+    `pause`: what happens to running requests while weights are written: they are `retract`ed and go on afterwards with
+    the new weights, or they `abort`.
+    Timeouts, in seconds, of one step: `request_timeout` of any small request, `prepare_timeout` of everything beside
+    serving, a full digest included, `pause_timeout` until nothing runs any more, `write_timeout` of writing.
+    """
+
+    type: Literal["sglang"]
+    servers: tuple[ServerConfig, ...] = Field(min_length=1, max_length=64)
+    api_key: SecretStr | None = None
+    api_key_file: Path | None = None
+    admin_api_key: SecretStr | None = None
+    admin_api_key_file: Path | None = None
+    pause: Literal["retract", "abort"] = "retract"
+    request_timeout: Seconds = 30.0
+    prepare_timeout: Seconds = 600.0
+    pause_timeout: Seconds = 60.0
+    write_timeout: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _one_source_each(self) -> Self:
+        names = [server.name for server in self.servers]
+        if len(set(names)) != len(names) or len({server.url.rstrip("/") for server in self.servers}) != len(
+            names
+        ):
+            raise ValueError("two servers have the same name or URL")
+        for key in ("api_key", "admin_api_key"):
+            if getattr(self, key) is not None and getattr(self, f"{key}_file") is not None:
+                raise ValueError(f"give {key} or {key}_file, not both")
+        return self
+
+
+EngineConfig = Annotated[TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type")]
+"""Which engine `deltasync subscriber run` drives."""
 
 
 def _host_id() -> str:

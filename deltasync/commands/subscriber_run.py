@@ -57,11 +57,14 @@ def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
     """The engine that the config names. Raises ConfigError."""
     from chunkstore.errors import ConfigError
     from deltasync.commands._daemon import load_function, user_errors
+    from subscriber.config import TorchEngineConfig
 
     if config.engine is None:
         raise ConfigError(
             f"{path}: engine: is required to run a daemon", hint="name the engine and its factory"
         )
+    if not isinstance(config.engine, TorchEngineConfig):
+        raise ConfigError(f"{path}: engine.type: 'sglang' cannot be driven yet", hint="use the torch kind")
     factory = load_function(config.engine.factory, f"{path}: engine.factory")
 
     from torch import nn

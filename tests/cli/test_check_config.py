@@ -8,7 +8,7 @@ import pytest
 from deltasync.cli import main
 
 PUBLISHER = "store: {url: /data/stream}\nbase_checkpoint: /models/m\n"
-SUBSCRIBER = "store: {url: /data/stream}\nid: rollout-1\nengine: {factory: 'mine:build'}\n"
+SUBSCRIBER = "store: {url: /data/stream}\nid: rollout-1\nengine: {type: torch, factory: 'mine:build'}\n"
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_json_has_the_defaults(file: Path, capsys: pytest.CaptureFixture[str]) -
         (PUBLISHER + "upload_threads: 0\n", "upload_threads: 0: "),
         (SUBSCRIBER + "http: {prot: 1}\n", "http.prot: 1: unknown key; did you mean 'port'?"),
         (SUBSCRIBER + "id: again\n", "key 'id' is given twice"),
-        ("engine: {factory: 'mine:build'}\n", "store: is required"),
+        ("engine: {type: torch, factory: 'mine:build'}\n", "store: is required"),
     ],
 )
 def test_wrong_keys_are_named(
@@ -61,7 +61,9 @@ def test_wrong_keys_are_named(
     assert expected in stderr
 
 
-@pytest.mark.parametrize("text", ["store: {url: /data}\n", PUBLISHER + "engine: {factory: 'm:f'}\n", ""])
+@pytest.mark.parametrize(
+    "text", ["store: {url: /data}\n", PUBLISHER + "engine: {type: torch, factory: 'm:f'}\n", ""]
+)
 def test_a_file_of_neither_or_both_needs_a_kind(
     file: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,7 +62,7 @@ def write_config(folder: Path, factory: str = "my_rollout:build") -> Path:
     path = folder / "subscriber.yaml"
     path.write_text(
         f"store: {{url: '{folder / 'store'}'}}\nid: rollout-1\nstate_dir: {folder / 'state'}\npoll_interval: 0.1\n"
-        f"http: {{port: 0}}\nengine: {{factory: '{factory}'}}\n"
+        f"http: {{port: 0}}\nengine: {{type: torch, factory: '{factory}'}}\n"
     )
     return path
 

@@ -51,8 +51,22 @@ engine: {type: torch, factory: "my.code:build"}
         ("store: {url: /s}\npoll_interval: .inf", "poll_interval"),
         ("store: {url: /s}\nid: ../escape", "id"),
         ("store: {url: /s}\nhttp: {prot: 80}", "http.prot"),
-        ("store: {url: /s}\nengine: {factory: build}", "engine.factory"),
-        ("store: {url: /s}\nengine: {type: vllm, factory: 'a:b'}", "engine.type"),
+        ("store: {url: /s}\nengine: {type: torch, factory: build}", "engine.factory"),
+        ("store: {url: /s}\nengine: {factory: 'a:b'}", "engine: {'factory': 'a:b'}: which kind"),
+        ("store: {url: /s}\nengine: {type: vllm, factory: 'a:b'}", "'torch', 'sglang'"),
+        ("store: {url: /s}\nengine: {type: sglang, servers: []}", "engine.servers"),
+        (
+            "store: {url: /s}\nengine: {type: sglang, servers: [{url: '127.0.0.1:1'}]}",
+            "engine.servers[0].url",
+        ),
+        (
+            "store: {url: /s}\nengine: {type: sglang, servers: [{url: 'http://a:1'}, {url: 'http://a:1/', name: b}]}",
+            "two servers",
+        ),
+        (
+            "store: {url: /s}\nengine: {type: sglang, servers: [{url: 'http://a:1'}], api_key: a, api_key_file: /b}",
+            "not both",
+        ),
         ("{}", "store"),
     ],
 )
