@@ -80,7 +80,7 @@ class Child:
             line = self._replies.get(timeout=timeout)
         except queue.Empty:
             raise DemoFailed(
-                f"the {self.name} process did not finish {do!r} within {timeout:.0f} s{self._tail()}",
+                f"the {self.name} process did not finish {do!r} within {timeout:.0f} s{log_tail(self.log)}",
                 hint="the machine may be too busy, or the process hangs",
             ) from None
         if line is None:
@@ -124,11 +124,13 @@ class Child:
     def _ended(self, do: str) -> DemoFailed:
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return DemoFailed(f"the {self.name} process {how} during {do!r}{self._tail()}")
+        return DemoFailed(f"the {self.name} process {how} during {do!r}{log_tail(self.log)}")
 
-    def _tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
-        return "".join([f"; the end of {self.log}:", *(f"\n    {line}" for line in lines)]) if lines else ""
+
+def log_tail(log: Path) -> str:
+    """The end of a process's log, to append to a message about the process; nothing if the log is empty."""
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+    return "".join([f"; the end of {log}:", *(f"\n    {line}" for line in lines)]) if lines else ""
 
 
 def child_command(module: str) -> tuple[str, ...]:
