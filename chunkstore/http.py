@@ -18,6 +18,7 @@ from chunkstore.errors import ConfigError
 
 _TEXT: Final = "text/plain; charset=utf-8"
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
+_NAMES: Final = ("", "healthz", "readyz", "status", "metrics")
 
 
 class HttpConfig(BaseModel):
@@ -43,10 +44,15 @@ class Answers:
 
 
 class StatusServer:
-    """Serves `answers` while the `with` block runs. Raises ConfigError if the address cannot be used."""
+    """Serves answers while the `with` block runs. Raises ConfigError if the address cannot be used.
 
-    def __init__(self, config: HttpConfig, answers: Answers) -> None:
-        handler = type("Handler", (_Handler,), {"answers": answers})
+    `parts`: by path, such as `/servers/a`, the answers of what can be asked about by itself.
+    """
+
+    def __init__(
+        self, config: HttpConfig, answers: Answers, parts: Mapping[str, Answers] | None = None
+    ) -> None:
+        handler = type("Handler", (_Handler,), {"parts": {"": answers, **(parts or {})}})
         try:
             self._server = ThreadingHTTPServer((config.host, config.port), handler)
         except OSError as error:
@@ -79,28 +85,32 @@ class StatusServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    answers: Answers
+    parts: Mapping[str, Answers]
     server_version = "deltasync"
     timeout = 30  # seconds a client may take over its request
 
     def do_GET(self) -> None:
-        path = self.path.split("?", 1)[0]
-        if path == "/healthz":
+        part, _, name = self.path.split("?", 1)[0].rpartition("/")
+        answers = self.parts.get(part)
+        if answers is None or name not in _NAMES:
+            self._answer(404, _TEXT, f"there are {', '.join(self._paths())}\n".encode())
+        elif name == "healthz":
             self._answer(200, _TEXT, b"ok\n")
-        elif path == "/readyz":
-            reason = self.answers.unready()
+        elif name == "readyz":
+            reason = answers.unready()
             text = "ready" if reason is None else f"not ready: {reason}"
             self._answer(200 if reason is None else 503, _TEXT, f"{text}\n".encode())
-        elif path == "/status":
-            self._answer(200, "application/json", self.answers.status().encode())
-        elif path == "/metrics":
-            self._answer(200, _PROMETHEUS, self.answers.metrics())
-        elif path == "/":
-            self._answer(200, "text/html; charset=utf-8", self.answers.page().encode())
+        elif name == "status":
+            self._answer(200, "application/json", answers.status().encode())
+        elif name == "metrics":
+            self._answer(200, _PROMETHEUS, answers.metrics())
         else:
-            self._answer(404, _TEXT, b"there are /, /healthz, /readyz, /status and /metrics\n")
+            self._answer(200, "text/html; charset=utf-8", answers.page().encode())
 
     do_HEAD = do_GET  # noqa: N815
+
+    def _paths(self) -> list[str]:
+        return [f"{part}/{name}" for part in self.parts for name in _NAMES]
 
     def _answer(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
