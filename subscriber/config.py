@@ -3,7 +3,7 @@
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -11,6 +11,8 @@ from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+
+SERVER_NAME: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}$"
 
 
 class _Strict(BaseModel):
@@ -35,7 +37,7 @@ class ServerConfig(_Strict):
     """One SGLang server. `name`: for status, metrics and files; the URL's host and port unless given."""
 
     url: str = Field(pattern=r"^https?://[^/?#\s]+/?$")
-    name: str = Field(default_factory=_name_of_server, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}$")
+    name: str = Field(default_factory=_name_of_server, pattern=SERVER_NAME)
 
 
 class SGLangEngineConfig(_Strict):
@@ -93,7 +95,8 @@ class SubscriberConfig(_Strict):
     `status_interval`: seconds between renewals of the status object, which is also the lease.
     `audit_every`: versions between full digests of the live weights.
     `fetch_concurrency`: chunks in flight; each takes up to 128 MiB of memory.
-    `prefetch_bytes`: how much of later versions may be fetched while one is being applied.
+    `prefetch_bytes`: how much of later versions may be fetched while one is being applied, and how much that other
+    servers are done with stays for one that is behind.
     `http`: null turns the server off.
     """
 

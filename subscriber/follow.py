@@ -24,7 +24,7 @@ from subscriber.engine import Prepared
 from subscriber.errors import VerificationFailed
 from subscriber.holder import Holder
 from subscriber.report import AppliedVersion, Report
-from subscriber.spool import Spool
+from subscriber.spool import Share, Spool
 from subscriber.stage import stage, staged_bytes
 from subscriber.staging import Held
 from subscriber.threads import in_thread
@@ -68,6 +68,8 @@ class Follower:
         holder: Holder,
         report: Report,
         staging: Path,
+        spool: Spool,
+        share: Share,
         *,
         fetch_concurrency: int,
         prefetch_bytes: int,
@@ -79,7 +81,8 @@ class Follower:
         self.holder = holder
         self._report = report
         self._staging = staging
-        self._spool = Spool(log.store, staging / "chunks")
+        self._spool = spool
+        self._share = share
         self._slots = asyncio.Semaphore(fetch_concurrency)
         self._prefetch_bytes = prefetch_bytes
         self._look_ahead = look_ahead
@@ -134,7 +137,7 @@ class Follower:
         """
         if self.holder.interrupted:
             await self.holder.recover(self.read, self.catalog_of)
-        self._sweep()
+        await self._sweep()
         course = _Course(target, self.holder.held)
         while True:
             plan = await self._plan(course)
@@ -164,16 +167,16 @@ class Follower:
         if newer is not None:
             course.extensions += 1
             course.target = newer
-            self._sweep()
+            await self._sweep()
             return None
         scattered = await self.holder.write(prepared)
-        self._spool.keep(self._ahead)
+        await self._keep(self._ahead, course.target)
         course.seconds |= {"scatter": scattered.write_seconds, "pause": scattered.pause_seconds}
         course.changed = prepared.changed
         for phase in ("scatter", "pause", "detect"):
             self._report.phase(course.target, phase, course.seconds[phase])
         self._report.metrics.written_elements.inc(prepared.staged.elements)
-        self._sweep()
+        await self._sweep()
         return self._applied(plan, course)
 
     def _applied(self, plan: Plan, course: _Course) -> AppliedVersion:
@@ -251,7 +254,7 @@ class Follower:
 
     async def _fetch(self, plan: Plan, catalog: Catalog) -> None:
         refs = [chunk for step in plan.steps for chunk in step.chunks]
-        self._spool.keep({ref.hash for ref in refs} | self._ahead)
+        await self._keep({ref.hash for ref in refs} | self._ahead, plan.steps[-1].version)
         check_room(self._staging, self._spool.missing_bytes(refs) + staged_bytes(plan, catalog))
         tasks = [
             asyncio.create_task(self._fetch_one(ref, step, catalog))
@@ -269,7 +272,8 @@ class Follower:
     async def _fetch_one(self, ref: ChunkRef, step: Manifest, catalog: Catalog) -> None:
         def fetch() -> None:
             # Counted here: a fetch whose caller has gone is carried to its end as well.
-            self._report.metrics.fetched_bytes.inc(self._spool.fetch(ref, catalog))
+            nbytes = self._spool.fetch(ref, catalog, step.version, self._share)
+            self._report.metrics.fetched_bytes.inc(nbytes)
 
         async with self._slots:
             try:
@@ -312,10 +316,21 @@ class Follower:
         # Some step is wrong and nobody can say which: take the first one out, until a path holds.
         course.unusable.add(plan.steps[0].hash)
 
-    def _sweep(self) -> None:
-        """Remove staged updates; none is needed once its apply is on the record."""
-        for path in self._staging.glob("update-*"):
-            shutil.rmtree(path, ignore_errors=True)
+    async def _keep(self, hashes: set[bytes], reached: int) -> None:
+        await in_thread(lambda _: self._spool.keep(self._share, hashes, reached))
+
+    async def _sweep(self) -> None:
+        """Remove staged updates; none is needed once its apply is on the record.
+
+        On a thread, as `_keep`: many gigabytes take seconds, and another engine may be paused meanwhile.
+        """
+        done = list(self._staging.glob("update-*"))
+
+        def remove() -> None:
+            for path in done:
+                shutil.rmtree(path, ignore_errors=True)
+
+        await in_thread(lambda _: remove())
 
     async def _timed(self, course: _Course, name: str, work: Awaitable[T], **fields: object) -> T:
         began = time.perf_counter()

@@ -1,12 +1,14 @@
-"""What this subscriber did to the engine, in one small file per boot id: written before and after each apply."""
+"""What was done to one engine, in one small file per boot id: written before and after each apply."""
 
 import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -51,21 +53,32 @@ class _Wire(BaseModel):
     entry: Entry
 
 
-class Journal:
-    """The journal of one engine's life, named by `begin`. One process at a time; the lock is held until `close`."""
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Make `directory`, and let no other process use it while the block runs.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        with disk_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    Raises SubscriberBusy, StagingUnavailable.
+    """
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
             raise SubscriberBusy(
                 f"another subscriber uses {directory}", hint="give each subscriber of a host its own `id`"
             ) from error
+        yield
+    finally:
+        os.close(lock)
+
+
+class Journal:
+    """The journal of one engine's life, named by `begin`, in `directory`, which the process has locked."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def begin(self, boot_id: str) -> None:
         """From now on the journal of the life `boot_id`; those of lives that have ended are removed."""
@@ -77,15 +90,6 @@ class Journal:
             for other in self._directory.glob("journal-*.json"):
                 if other != self._path:
                     other.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._lock)
 
     def read(self) -> Entry | None:
         """The last entry, or None if there is none, or a damaged one: then nothing is known.

@@ -1,9 +1,11 @@
 """The subscriber's Prometheus metrics, in a registry of their own. Units are in the names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from chunkstore.metrics import StoreMetrics
 from chunkstore.prometheus import SECONDS, StoreCollector
@@ -15,9 +17,9 @@ PHASES: Final = ("detect", "fetch", "stage", "prepare", "scatter", "pause", "aud
 
 
 class Metrics:
-    """`lag`: versions and seconds behind, asked whenever the metrics are read."""
+    """`store`: included unless None. `lag`: versions and seconds behind, asked whenever the metrics are read."""
 
-    def __init__(self, store: StoreMetrics, lag: Callable[[], tuple[int, float]]) -> None:
+    def __init__(self, store: StoreMetrics | None, lag: Callable[[], tuple[int, float]]) -> None:
         self.registry = registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
@@ -50,7 +52,8 @@ class Metrics:
         )
         for phase in PHASES:
             self._phases.labels(phase)
-        registry.register(StoreCollector(store))
+        if store is not None:
+            registry.register(StoreCollector(store))
 
     def phase(self, name: str, seconds: float) -> None:
         self._phases.labels(name).observe(seconds)
@@ -58,3 +61,30 @@ class Metrics:
     def text(self) -> bytes:
         """Everything in the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class ByServer(Collector):
+    """The metrics of several engines, each sample with the label `server` in front of its own."""
+
+    def __init__(self, metrics: Mapping[str, Metrics]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for server, metrics in self._metrics.items():
+            for family in metrics.registry.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={"server": server} | sample.labels) for sample in family.samples
+                ]
+        yield from families.values()
+
+
+def text_by_server(metrics: Mapping[str, Metrics], store: StoreMetrics) -> bytes:
+    """All of `metrics`, by server, and the store's once, in the Prometheus text format."""
+    registry = CollectorRegistry()
+    registry.register(ByServer(metrics))
+    registry.register(StoreCollector(store))
+    return generate_latest(registry)

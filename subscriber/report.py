@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import version as release_of
 from typing import Final, Literal
@@ -20,6 +21,9 @@ from subscriber.status import MAX_REFUSED, ErrorStatus, RefusedVersion, Subscrib
 log = logging.getLogger("deltasync.subscriber")
 
 TIMELINE: Final = 100  # versions remembered for the status page
+
+SERVER: Final[ContextVar[str | None]] = ContextVar("SERVER", default=None)
+"""Whose events are logged: set for everything that is done for one of several engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +66,19 @@ class _State:
 
 
 class Report:
-    """Safe to use from any thread. `clock`: Unix seconds."""
+    """Safe to use from any thread. `subscriber_id`: of the status object. `clock`: Unix seconds.
+
+    `store`: told with the metrics, unless None: told elsewhere.
+    """
 
     def __init__(
         self,
         subscriber_id: str,
         renew_seconds: float,
-        store: StoreMetrics,
+        store: StoreMetrics | None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._id = subscriber_id
+        self.id = subscriber_id
         self._renew_seconds = renew_seconds
         self._clock = clock
         self._lock = threading.Lock()
@@ -233,7 +240,7 @@ class Report:
         with self._lock:
             state = self._state
             return SubscriberStatus(
-                id=self._id,
+                id=self.id,
                 stream=state.stream,
                 boot_id=state.boot_id,
                 state=state.state,
@@ -259,6 +266,7 @@ class Report:
 
 def event(name: str, level: int = logging.INFO, /, **fields: object) -> None:
     """One log line: the event's name and `key=value` pairs."""
+    fields = {"server": SERVER.get()} | fields
     parts = [f"{key}={_quoted(value)}" for key, value in fields.items() if value is not None]
     log.log(level, "%s", " ".join([name, *parts]))
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from chunkstore.errors import Action, DeltasyncError
@@ -21,6 +22,7 @@ from subscriber.identity import Identity
 from subscriber.journal import Journal
 from subscriber.poll import Poller, Watch, sleep_until
 from subscriber.report import AppliedVersion, Report, event
+from subscriber.spool import Spool
 from subscriber.threads import in_thread
 
 _LONGEST_PAUSE: Final = 60.0  # seconds between tries of what keeps failing
@@ -28,7 +30,10 @@ _LAST_WORD: Final = 2.0  # seconds for the status object that says "stopped"
 
 
 class Session:
-    """`on_change(version)`: the engine serves that version now, or nothing (None). Both callbacks run on the loop."""
+    """`staging`: the engine's own directory for updates; fetched chunks lie in `spool`, which others may use as well.
+
+    `on_change(version)`: the engine serves that version now, or nothing (None). Both callbacks run on the loop.
+    """
 
     def __init__(
         self,
@@ -37,6 +42,8 @@ class Session:
         engine: Engine,
         journal: Journal,
         report: Report,
+        staging: Path,
+        spool: Spool,
         on_change: Callable[[int | None], None],
         on_applied: Callable[[AppliedVersion], None],
     ) -> None:
@@ -45,6 +52,9 @@ class Session:
         self._engine = engine
         self._journal = journal
         self._report = report
+        self._staging = staging
+        self._spool = spool
+        self._share = spool.share()
         self._on_change = on_change
         self._on_applied = on_applied
         self._boot_id = ""
@@ -59,7 +69,7 @@ class Session:
         self._unaudited = 0  # versions since the last full digest
 
     async def run(self, until_version: int | None, once: bool) -> None:
-        """See `Subscriber.run`."""
+        """Follow for ever, or until `until_version` is applied. `once`: catch up and return; raise the first error."""
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
@@ -142,7 +152,9 @@ class Session:
             log,
             holder,
             self._report,
-            self._config.staging_path,
+            self._staging,
+            self._spool,
+            self._share,
             fetch_concurrency=self._config.fetch_concurrency,
             prefetch_bytes=self._config.prefetch_bytes,
             look_ahead=self._config.poll_interval,
@@ -309,7 +321,7 @@ class Session:
         async with self._renewing:  # one after the other, so that the last one written is the newest
             data = self._report.status().model_dump_json(indent=1).encode()
             try:
-                await in_thread(lambda _: self._store.put(status_key(self._config.id), data))
+                await in_thread(lambda _: self._store.put(status_key(self._report.id), data))
             except DeltasyncError as error:
                 self._report.metrics.errors.labels(error.kind).inc()
                 event("status_not_written", logging.WARNING, kind=error.kind, error=error)

@@ -1,10 +1,13 @@
-"""Fetched chunks on local disk: a fetch that was interrupted, or came early, is not repeated."""
+"""Fetched chunks on local disk: a fetch that was interrupted, came early, or was another engine's is not repeated."""
 
 import mmap
 import os
+import threading
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 from chunkstore.codec import ChunkReader
 from chunkstore.errors import CorruptObject, LimitExceeded
@@ -18,12 +21,37 @@ from subscriber.errors import StagedLost
 _SUFFIX: Final = ".chunk"
 
 
-class Spool:
-    """Chunks by their hash in `directory`. Every method may be called from any thread."""
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one engine needs: the chunks `wanted`, by hash, and soon perhaps those of versions after `reached`."""
 
-    def __init__(self, store: Store, directory: Path) -> None:
+    wanted: set[bytes] = field(default_factory=set)
+    reached: int = -1
+
+
+class Spool:
+    """Chunks by their hash in `directory`, for all engines of a daemon.
+
+    `spare_bytes`: how much that no engine wants stays for one that has not reached its version yet. Every method may
+    be called from any thread.
+    """
+
+    def __init__(self, store: Store, directory: Path, spare_bytes: int = 0) -> None:
         self._store = store
         self._directory = directory
+        self._spare_bytes = spare_bytes
+        self._lock = threading.Lock()
+        self._shares: list[Share] = []
+        self._versions: dict[str, int] = {}  # of chunks, by file name
+        self._writing: set[str] = set()  # names of files that are not complete yet
+        self._turns: WeakValueDictionary[bytes, threading.Lock] = WeakValueDictionary()
+
+    def share(self) -> Share:
+        """The share of one more engine."""
+        share = Share()
+        with self._lock:
+            self._shares.append(share)
+        return share
 
     def has(self, ref: ChunkRef) -> bool:
         """Whether the chunk was fetched; it is checked again when it is opened."""
@@ -32,31 +60,18 @@ class Spool:
         except OSError:  # whatever is wrong is met, and named, when it is written
             return False
 
-    def fetch(self, ref: ChunkRef, catalog: Catalog) -> int:
-        """Bring the chunk here unless it is, checked as `manifest.fetch` does. Returns the bytes fetched.
+    def fetch(self, ref: ChunkRef, catalog: Catalog, version: int, share: Share) -> int:
+        """Bring the chunk, one of `version`, here unless it is, checked as `manifest.fetch` does. `share` wants it now.
 
-        Holds one chunk in memory. Raises what the store does, CorruptObject naming the key, StagingFull,
-        StagingUnavailable.
+        Holds one chunk in memory. Returns the bytes fetched. Raises what the store does, CorruptObject naming the
+        key, StagingFull, StagingUnavailable.
         """
-        if self.has(ref):
-            return 0
-        name = f"{self._store.url}/{ref.key}"
-        try:
-            data = self._store.get(ref.key, limit=ref.nbytes)
-        except LimitExceeded as error:
-            raise CorruptObject(
-                f"{name} is larger than the {ref.nbytes} bytes its manifest promises", hint=error.hint
-            ) from error
-        open_chunk(data, ref, catalog, name)
-        temporary = self._directory / f".{ref.hash.hex()}-{os.urandom(4).hex()}"
-        with disk_errors(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_bytes(data)
-                temporary.rename(self._path(ref))
-            finally:
-                temporary.unlink(missing_ok=True)
-        return len(data)
+        with self._lock:
+            share.wanted.add(ref.hash)
+            self._versions[self._path(ref).name] = version
+            turn = self._turns.setdefault(ref.hash, threading.Lock())
+        with turn:  # whoever comes second waits, and finds it here
+            return 0 if self.has(ref) else self._download(ref, catalog)
 
     def open(self, ref: ChunkRef, catalog: Catalog) -> ChunkReader:
         """The fetched chunk, mapped rather than read into memory.
@@ -74,17 +89,62 @@ class Spool:
                 f"fetched chunk {path} cannot be used: {error}", hint="it is fetched again by itself"
             ) from error
 
-    def keep(self, hashes: Collection[bytes]) -> None:
-        """Remove all chunks but these. Raises StagingUnavailable."""
-        names = {value.hex() + _SUFFIX for value in hashes}
-        with disk_errors(self._directory):
+    def keep(self, share: Share, hashes: Collection[bytes], reached: int) -> None:
+        """`share` wants only these, and nothing else up to version `reached`; remove what nobody needs any more.
+
+        Raises StagingUnavailable.
+        """
+        with self._lock, disk_errors(self._directory):
+            share.wanted, share.reached = set(hashes), reached
+            wanted = {value.hex() + _SUFFIX for other in self._shares for value in other.wanted}
+            last = min(other.reached for other in self._shares)
+            spare = self._spare_bytes
             for path in self._directory.glob("*"):
-                if path.name not in names:
-                    path.unlink(missing_ok=True)
+                if path.name in wanted or path.name in self._writing:
+                    continue
+                # Of unknown version: left by an earlier process, so whoever has reached nothing yet may need it.
+                ahead = path.suffix == _SUFFIX and self._versions.get(path.name, 0) > last
+                if ahead and (size := _size(path)) <= spare:
+                    spare -= size
+                    continue
+                path.unlink(missing_ok=True)
+                self._versions.pop(path.name, None)
 
     def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
         """Bytes that fetching `refs` will add here."""
         return sum(ref.nbytes for ref in refs if not self.has(ref))
 
+    def _download(self, ref: ChunkRef, catalog: Catalog) -> int:
+        name = f"{self._store.url}/{ref.key}"
+        try:
+            data = self._store.get(ref.key, limit=ref.nbytes)
+        except LimitExceeded as error:
+            raise CorruptObject(
+                f"{name} is larger than the {ref.nbytes} bytes its manifest promises", hint=error.hint
+            ) from error
+        open_chunk(data, ref, catalog, name)
+        temporary = self._directory / f".{ref.hash.hex()}-{os.urandom(4).hex()}"
+        with self._lock:
+            self._writing.add(temporary.name)
+        try:
+            with disk_errors(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                try:
+                    temporary.write_bytes(data)
+                    temporary.rename(self._path(ref))
+                finally:
+                    temporary.unlink(missing_ok=True)
+        finally:
+            with self._lock:
+                self._writing.remove(temporary.name)
+        return len(data)
+
     def _path(self, ref: ChunkRef) -> Path:
         return self._directory / (ref.hash.hex() + _SUFFIX)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # it was damaged, and removed by whoever found out
+        return 0

@@ -10,8 +10,8 @@ from deltasync.commands._common import Commands, add_log_level, version_number
 
 if TYPE_CHECKING:
     from subscriber.config import SubscriberConfig
-    from subscriber.daemon import Subscriber
     from subscriber.engine import Engine
+    from subscriber.fleet import Fleet
 
 
 def register(commands: Commands) -> None:
@@ -37,24 +37,23 @@ def run(args: argparse.Namespace) -> int:
     from chunkstore.config import load_config
     from deltasync.commands._daemon import log_to_stderr
     from subscriber.config import SubscriberConfig
-    from subscriber.daemon import Subscriber
+    from subscriber.fleet import Fleet
 
     log_to_stderr(args.log_level)
     config = load_config(args.config, SubscriberConfig)
-    engine = _engine(config, args.config)
-    asyncio.run(_run(Subscriber(config, engine), args.until_version, args.once))
+    asyncio.run(_run(Fleet(config, _engines(config, args.config)), args.until_version, args.once))
     return 0
 
 
-async def _run(subscriber: "Subscriber", until_version: int | None, once: bool) -> None:
+async def _run(fleet: "Fleet", until_version: int | None, once: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, subscriber.stop)
-    await subscriber.run(until_version, once)
+        loop.add_signal_handler(number, fleet.stop)
+    await fleet.run(until_version, once)
 
 
-def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
-    """The engine that the config names. Raises ConfigError."""
+def _engines(config: "SubscriberConfig", path: Path) -> "dict[str, Engine]":
+    """The engines that the config names, by server. Raises ConfigError."""
     from chunkstore.errors import ConfigError
     from deltasync.commands._daemon import load_function, user_errors
     from subscriber.config import TorchEngineConfig
@@ -79,4 +78,4 @@ def _engine(config: "SubscriberConfig", path: Path) -> "Engine":
             "not a torch.nn.Module",
             hint="return the model that serves",
         )
-    return TorchEngine(module)
+    return {"torch": TorchEngine(module)}

@@ -2,24 +2,33 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from chunkstore.dtypes import BITS, Bits
+from chunkstore.errors import DeltasyncError, StoreUnavailable
+from chunkstore.memory import MemoryStore
 from chunkstore.open import StoreConfig
 from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.keys import status_key
 from subscriber.config import SubscriberConfig
 from subscriber.daemon import AppliedVersion, Subscriber
+from subscriber.engine import Prepared, Scattered
+from subscriber.errors import EngineRestarted
+from subscriber.fleet import Fleet
+from subscriber.staging import StagedUpdate
 from subscriber.status import MAX_STATUS_BYTES, SubscriberStatus
 from subscriber.torch_engine import TorchEngine
 from tests.support.streams import StreamBuilder, Tensor, Weights, random_weights
+
+F = TypeVar("F", bound=Fleet)
 
 SHAPES = {
     "embed.weight": (16, 8),
@@ -104,7 +113,7 @@ def make_config(tmp_path: Path, builder: StreamBuilder, **changes: Any) -> Subsc
 
 
 @contextmanager
-def running(subscriber: Subscriber) -> Iterator[Subscriber]:
+def running(subscriber: F) -> Iterator[F]:
     """The subscriber on its own thread while the block runs."""
     subscriber.start()
     try:
@@ -120,6 +129,72 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         pause.wait(0.005)
+
+
+class CountingStore(MemoryStore):
+    """Counts whole reads by key; while `closed` they wait, and fail if `broken` when they may go on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.reads: Counter[str] = Counter()
+        self.open = threading.Event()
+        self.open.set()
+        self.broken = False
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        self.reads[key] += 1
+        assert self.open.wait(TIMEOUT)
+        if self.broken:
+            self.broken = False
+            raise StoreUnavailable(key, hint="")
+        return super().get(key, limit=limit)
+
+
+class RemoteEngine(TorchEngine):
+    """A torch engine with the manners of a server: `gone` while set, and every life has a number."""
+
+    def __init__(self, builder: StreamBuilder) -> None:
+        self.builder = builder
+        self.life = 0
+        self.gone: DeltasyncError | None = None
+        self.written: DeltasyncError | None = None
+        self.held: list[str] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """A new life with the weights it had at first."""
+        self.life += 1
+        super().__init__(module_for(self.builder.weights[0], self.builder.aliases))
+        self.attached = 0
+
+    async def attach(self) -> str:
+        self._reach()
+        self.attached = self.life
+        return f"life-{self.life}"
+
+    async def check(self) -> None:
+        self._reach()
+        if self.attached != self.life:
+            raise EngineRestarted(f"life {self.life} answers, not {self.attached}", hint="")
+        if self.written is not None:
+            error, self.written = self.written, None
+            raise error
+
+    async def prepare(self, staged: StagedUpdate) -> Prepared:
+        await self.check()
+        return await super().prepare(staged)
+
+    async def scatter(self, prepared: Prepared) -> Scattered:
+        await self.check()
+        return await super().scatter(prepared)
+
+    async def hold(self, reason: str) -> None:
+        self.held.append(reason)
+        await super().hold(reason)
+
+    def _reach(self) -> None:
+        if self.gone is not None:
+            raise self.gone
 
 
 class Worker:

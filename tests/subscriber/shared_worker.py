@@ -17,6 +17,7 @@ from chunkstore.open import StoreConfig
 from chunkstore.torch_dtypes import TORCH_DTYPES
 from subscriber.config import SubscriberConfig
 from subscriber.daemon import Subscriber
+from subscriber.fleet import Fleet
 from subscriber.torch_engine import TorchEngine
 from tests.subscriber.parts import put_tensor
 
@@ -37,21 +38,35 @@ def shared_module(file: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Map
     return module
 
 
-def subscriber_for(options: dict[str, Any]) -> tuple[nn.Module, Subscriber]:
-    """`options`: `weights` (file), `store` and `state` (directories), `shapes`, `dtypes`."""
-    module = shared_module(Path(options["weights"]), options["shapes"], options["dtypes"])
-    config = SubscriberConfig(
+def config_for(options: dict[str, Any]) -> SubscriberConfig:
+    return SubscriberConfig(
         store=StoreConfig(url=options["store"]),
         id="worker",
         poll_interval=0.02,
         state_dir=Path(options["state"]),
         http=None,
     )
-    return module, Subscriber(config, TorchEngine(module, boot_id=BOOT_ID))
+
+
+def subscriber_for(options: dict[str, Any]) -> tuple[nn.Module, Subscriber]:
+    """`options`: `weights` (file), `store` and `state` (directories), `shapes`, `dtypes`."""
+    module = shared_module(Path(options["weights"]), options["shapes"], options["dtypes"])
+    return module, Subscriber(config_for(options), TorchEngine(module, boot_id=BOOT_ID))
+
+
+def fleet_for(options: dict[str, Any]) -> tuple[dict[str, nn.Module], Fleet]:
+    """The same for several engines, `options["names"]`; all tell the same boot id."""
+    modules = {
+        name: shared_module(Path(f"{options['weights']}-{name}"), options["shapes"], options["dtypes"])
+        for name in options["names"]
+    }
+    engines = {name: TorchEngine(module, boot_id=BOOT_ID) for name, module in modules.items()}
+    return modules, Fleet(config_for(options), engines)
 
 
 def run_until_killed(options: dict[str, Any], point: str) -> None:
     """Catch up with the stream in a process that dies at the crash point `point`."""
     os.environ["DELTASYNC_CRASH_AT"] = point
     importlib.reload(crashpoints)  # it reads the environment once
-    asyncio.run(subscriber_for(options)[1].run(once=True))
+    daemon = fleet_for(options)[1] if "names" in options else subscriber_for(options)[1]
+    asyncio.run(daemon.run(once=True))

@@ -7,62 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkstore.errors import DeltasyncError
 from chunkstore.posix import PosixStore
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.errors import EngineChanged, EngineFailed, EngineRestarted
-from subscriber.staging import StagedUpdate
-from subscriber.torch_engine import TorchEngine
-from tests.subscriber.parts import differing, make_config, module_for, running, small_weights, until
+from tests.subscriber.parts import RemoteEngine, differing, make_config, running, small_weights, until
 from tests.support.streams import StreamBuilder
-
-
-class RemoteEngine(TorchEngine):
-    """A torch engine with the manners of a server: `gone` while set, and every life has a number."""
-
-    def __init__(self, builder: StreamBuilder) -> None:
-        self.builder = builder
-        self.life = 0
-        self.gone: DeltasyncError | None = None
-        self.written: DeltasyncError | None = None
-        self.held: list[str] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """A new life with the weights it had at first."""
-        self.life += 1
-        super().__init__(module_for(self.builder.weights[0], self.builder.aliases))
-        self.attached = 0
-
-    async def attach(self) -> str:
-        self._reach()
-        self.attached = self.life
-        return f"life-{self.life}"
-
-    async def check(self) -> None:
-        self._reach()
-        if self.attached != self.life:
-            raise EngineRestarted(f"life {self.life} answers, not {self.attached}", hint="")
-        if self.written is not None:
-            error, self.written = self.written, None
-            raise error
-
-    async def prepare(self, staged: StagedUpdate) -> Prepared:
-        await self.check()
-        return await super().prepare(staged)
-
-    async def scatter(self, prepared: Prepared) -> Scattered:
-        await self.check()
-        return await super().scatter(prepared)
-
-    async def hold(self, reason: str) -> None:
-        self.held.append(reason)
-        await super().hold(reason)
-
-    def _reach(self) -> None:
-        if self.gone is not None:
-            raise self.gone
 
 
 class Remote:

@@ -42,8 +42,10 @@ def staged_chain(
     if lie:
         plan, held = Plan(plan.steps, plan.nbytes, True), None
     spool = Spool(builder.store, path / "chunks")
-    for ref in (ref for step in plan.steps for ref in step.chunks):
-        spool.fetch(ref, builder.catalog)
+    share = spool.share()
+    for step in plan.steps:
+        for ref in step.chunks:
+            spool.fetch(ref, builder.catalog, step.version, share)
     staged = stage(plan, builder.catalog, held, spool, path / "update", lambda: None)
     on_disk = sum(file.stat().st_size for file in (path / "update").glob("values.bin"))
     assert on_disk <= staged_bytes(plan, builder.catalog)
