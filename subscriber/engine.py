@@ -1,7 +1,7 @@
 """What the daemon needs of an engine: say what you hold, check an update, write it.
 
-An engine starts held: it serves nothing until `release` or a scatter that succeeded. Calls come one by one, `attach`
-first, and once more after EngineRestarted, which every other call may raise.
+While an engine is held it serves nothing, until `release` or a scatter that succeeded; one in this process starts held.
+Calls come one by one, `attach` first, and once more after EngineRestarted, which every other call may raise.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Engine(Protocol):
     """An inference engine whose weights can be read and written in place."""
 
     async def attach(self) -> str:
-        """Reach the engine; from here on it is held, unless it is known to serve what a daemon released.
+        """Reach the engine, and leave it serving or held as it is.
 
         Returns its boot id, which changes whenever the weights may have been lost; letters, digits, `.`, `_`, `-`.
         Raises EngineFailed while it cannot be reached, EngineMismatch if it is none that can be driven.

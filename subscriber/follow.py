@@ -108,10 +108,15 @@ class Follower:
         """At start: find out what the engine holds, and finish an apply that was interrupted.
 
         With nothing on the record it may still hold one of the versions on the path to `newest`, -1 if there are none.
+        If it does not, it serves nothing from here on.
         """
         await self.holder.recover(self.read, self.catalog_of)
-        if self.holder.held is not None or newest < 0:
-            return
+        if self.holder.held is None and newest >= 0:
+            await self._recognise(newest)
+        if self.holder.held is None:
+            await self.holder.engine.hold("it holds no version of this stream")
+
+    async def _recognise(self, newest: int) -> None:
         try:
             path = await in_thread(lambda _: find_plan(self._log, None, newest))
             catalog = await self.catalog_of(path.steps[-1])
