@@ -12,6 +12,7 @@ piece is checked against its length and hash whenever it is read.
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -107,16 +108,25 @@ class StagedUpdate:
 
     def updates(self) -> Iterator[Update]:
         """The pieces in file order, each read and checked when its turn comes. Raises StagedLost."""
+        with self.open() as updates:
+            yield from updates
+
+    @contextmanager
+    def open(self) -> "Iterator[UpdateReader]":
+        """The pieces by number, in any order. Raises StagedLost."""
         try:
-            with (self.path / _VALUES).open("rb") as file:
-                for piece in self.pieces:
-                    yield self._update(piece, file)
+            file = (self.path / _VALUES).open("rb")
         except OSError as error:
             raise _lost(self.path, str(error)) from error
+        with file:
+            yield UpdateReader(self, file)
 
     def _update(self, piece: Piece, file: BinaryIO) -> Update:
         data = bytearray(piece.nbytes)
-        read = os.preadv(file.fileno(), [data], piece.position)
+        try:
+            read = os.preadv(file.fileno(), [data], piece.position)
+        except OSError as error:
+            raise _lost(self.path, str(error)) from error
         if read != piece.nbytes or xxhash.xxh3_64_intdigest(data) != piece.hash:
             name = self.catalog.tensors[piece.tensor].name
             raise _lost(self.path, f"the values of {name!r} at {piece.start} are not those that were written")
@@ -129,6 +139,20 @@ class StagedUpdate:
             packed = np.frombuffer(data, np.uint8, offset=split + values.nbytes)
             relative = np.unpackbits(packed, count=piece.count).view(np.bool_)
         return Update(piece.tensor, piece.start, piece.stop, offsets, values, relative)
+
+
+class UpdateReader:
+    """The updates of a staged update whose file is open."""
+
+    def __init__(self, staged: StagedUpdate, file: BinaryIO) -> None:
+        self._staged, self._file = staged, file
+
+    def __getitem__(self, number: int) -> Update:
+        """Update number `number`, read and checked. Raises StagedLost."""
+        return self._staged._update(self._staged.pieces[number], self._file)
+
+    def __iter__(self) -> Iterator[Update]:
+        return (self[number] for number in range(len(self._staged.pieces)))
 
 
 class StagingWriter:
