@@ -66,7 +66,8 @@ class SglangOptions:
     """How to start a server.
 
     `python`: of SGLang's environment. `model`: a Hugging Face folder. `tokenizer`: likewise, for servers that are to
-    take text; without it they take and return token ids only. `flags` come last, so they override the defaults.
+    take text; without it they take and return token ids only. `flags` come last, so they override the defaults. `path`:
+    folders with further modules, such as plugins.
     """
 
     python: Path
@@ -76,6 +77,7 @@ class SglangOptions:
     api_key: str | None = None
     admin_api_key: str | None = None
     flags: Sequence[str] = ()
+    path: Sequence[Path] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
@@ -99,7 +101,7 @@ class SglangOptions:
             # One entry per rank, or SGLang wants a NUMA node for each; without its kernels it binds nothing.
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.tp_size))),
             "TMPDIR": str(scratch),
-            "PYTHONPATH": str(_SHIMS),
+            "PYTHONPATH": os.pathsep.join(map(str, (_SHIMS, *self.path))),
             **self.environment,
         }
 

@@ -73,13 +73,13 @@ def shared_moe_server(
 @pytest.fixture
 def dense(shared_dense_server: SglangServer, dense_checkpoint: Path) -> Served:
     """A dense model on one rank, holding `dense_checkpoint` as version "default", serving, with an empty cache."""
-    return _reset(shared_dense_server, dense_checkpoint)
+    return reset(shared_dense_server, dense_checkpoint)
 
 
 @pytest.fixture
 def moe(shared_moe_server: SglangServer, moe_checkpoint: Path) -> Served:
     """A mixture of experts on two ranks, holding `moe_checkpoint` as version "default", serving, cache empty."""
-    return _reset(shared_moe_server, moe_checkpoint)
+    return reset(shared_moe_server, moe_checkpoint)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         yield start
 
 
-def _reset(server: SglangServer, checkpoint: Path) -> Served:
+def reset(server: SglangServer, checkpoint: Path) -> Served:
     if not server.running:
         pytest.fail(f"a test before this one ended the shared server; its log is {server.log}")
     oracle.post(server, "/abort_request", abort_all=True)

@@ -1,0 +1,210 @@
+"""Requests to one SGLang server: who is there, what every rank answers, pause and continue.
+
+Whatever differs between SGLang's releases in its HTTP interface belongs here. The body decides, never the status code
+alone, and an answer counts only if every rank gave one.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import httpx
+from pydantic import SecretStr
+
+from subscriber.config import ServerConfig, SGLangEngineConfig
+from subscriber.errors import (
+    EngineChanged,
+    EngineFailed,
+    EngineMismatch,
+    EngineRestarted,
+    StagedLost,
+    SubscriberError,
+    name_offenders,
+)
+from subscriber.sglang.wire import PREFIX, PROTOCOL
+
+Ack = dict[str, Any]
+
+_POLL: Final = 0.02  # seconds between looks at work beside serving; each is a small request to the scheduler
+_KINDS: Final[Mapping[str, type[SubscriberError]]] = {
+    kind.kind: kind for kind in (EngineChanged, EngineFailed, EngineMismatch, StagedLost)
+}
+
+
+class Client:
+    """Talks to the server at `server.url`. Every method raises EngineFailed while it cannot be reached or gives no
+    answer in time, EngineMismatch if it is none that can be driven, EngineRestarted if another life of it answers than
+    the first time.
+    """
+
+    def __init__(self, config: SGLangEngineConfig, server: ServerConfig) -> None:
+        self._config = config
+        self._url = server.url.rstrip("/")
+        self.name = server.name
+        self._boots: dict[int, str] = {}
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=config.request_timeout)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def hello(self) -> list[Ack]:
+        """What every rank says of itself, in rank order."""
+        acks = await self.ask("hello")
+        protocols = {ack["protocol"] for ack in acks}
+        if protocols != {PROTOCOL}:
+            raise EngineMismatch(
+                f"{self.name}: the plugin speaks protocol {sorted(protocols)}, this subscriber {PROTOCOL}",
+                hint="install the same release of deltasync in SGLang's environment and for the subscriber",
+            )
+        return acks
+
+    async def ping(self) -> list[Ack]:
+        """The same of the first rank of every replica: cheap."""
+        acks = await self._send("ping", None)
+        if {ack["rank"]: ack["boot"] for ack in acks}.items() <= self._boots.items():
+            return acks
+        raise self._restarted()
+
+    async def ask(self, op: str, timeout: float | None = None, **fields: object) -> list[Ack]:
+        """The acknowledgement of every rank, in rank order; raises what any of them could not do."""
+        acks = await self.try_ask(op, timeout, **fields)
+        raise_failures(self.name, op, acks)
+        return acks
+
+    async def try_ask(self, op: str, timeout: float | None = None, **fields: object) -> list[Ack]:
+        """The same, with failures left in the acknowledgements."""
+        acks = await self._send(op, timeout, **fields)
+        ranks = [ack["rank"] for ack in acks]
+        if ranks != list(range(len(ranks))):
+            raise EngineFailed(
+                f"{self.name}: only ranks {ranks} answered {op}", hint="look at the server's log"
+            )
+        boots = {int(ack["rank"]): str(ack["boot"]) for ack in acks}
+        if self._boots and boots != self._boots:
+            raise self._restarted()
+        self._boots = boots
+        return acks
+
+    @property
+    def boot_id(self) -> str:
+        """Names the life that first answered."""
+        return hashlib.sha256(" ".join(self._boots.values()).encode()).hexdigest()[:32]
+
+    def _restarted(self) -> EngineRestarted:
+        hint = "it is brought back to the newest version by itself"
+        return EngineRestarted(f"{self.name}: the server was restarted", hint=hint)
+
+    async def _send(self, op: str, timeout: float | None, **fields: object) -> list[Ack]:
+        action = PREFIX + json.dumps({"op": op, **fields})
+        message = await self._post("/weights_checker", {"action": action}, timeout)
+        try:
+            acks: list[Ack] = [ack for part in str(message).split(" | ") for ack in json.loads(part)]
+            return sorted(acks, key=lambda ack: (int(ack["rank"]), str(ack["boot"])))
+        except (ValueError, TypeError, KeyError) as error:
+            self._no_plugin(f"answered {message!r}", error)
+
+    async def run(self, op: str, name: str, **fields: object) -> list[Ack]:
+        """Start long work on every rank, beside serving, and wait until all have done it."""
+        await self.ask(op, None, name=name, **fields)
+        deadline = time.monotonic() + self._config.prepare_timeout
+        while True:
+            acks = await self.ask("poll", task=f"{op} {name}")
+            if all(ack["done"] for ack in acks):
+                return acks
+            if time.monotonic() > deadline:
+                raise EngineFailed(
+                    f"{self.name}: {op} took longer than prepare_timeout, {self._config.prepare_timeout} s",
+                    hint="raise engine.prepare_timeout, or look at the server's log",
+                )
+            await asyncio.sleep(_POLL)
+
+    async def pause(self) -> None:
+        """Let nothing run: requests wait, or are aborted, as configured."""
+        await self._post("/pause_generation", {"mode": self._config.pause}, self._config.pause_timeout)
+
+    async def resume(self) -> None:
+        """Let generation go on, unless the plugin's gate is closed."""
+        await self._post("/continue_generation", {"torch_empty_cache": False}, self._config.pause_timeout)
+
+    async def show_version(self, version: int) -> None:
+        """Set the weight version that answers carry."""
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def _post(self, path: str, body: Mapping[str, object], timeout: float | None = None) -> object:
+        """The message of a successful answer."""
+        try:
+            headers = self._authorization()
+            response = await self._http.post(
+                path, json=body, headers=headers, timeout=timeout or self._config.request_timeout
+            )
+        except httpx.TimeoutException as error:
+            raise EngineFailed(
+                f"{self.name}: {self._url}{path} gave no answer in time", hint="look at the server's log"
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineFailed(
+                f"{self.name}: {self._url}{path} cannot be reached: {error or type(error).__name__}",
+                hint="start the server; it is attached by itself",
+            ) from error
+        return self._message(path, response)
+
+    def _message(self, path: str, response: httpx.Response) -> object:
+        try:
+            body = response.json()
+        except ValueError:
+            body = {}
+        message = body.get("message", body.get("error", response.text)) if isinstance(body, dict) else body
+        if response.status_code in (401, 403):
+            raise EngineMismatch(
+                f"{self.name}: {path} is refused: HTTP {response.status_code}",
+                hint="set engine.admin_api_key to the server's --admin-api-key, or engine.api_key to its --api-key",
+            )
+        if path == "/weights_checker" and response.status_code in (400, 404, 405, 422):
+            self._no_plugin(f"answered HTTP {response.status_code}: {message!s:.300}")
+        if response.is_error or (isinstance(body, dict) and body.get("success") is False):
+            raise EngineFailed(
+                f"{self.name}: {path} failed: HTTP {response.status_code}: {message!s:.500}",
+                hint="look at the server's log",
+            )
+        return message
+
+    def _no_plugin(self, answer: str, error: Exception | None = None) -> NoReturn:
+        raise EngineMismatch(
+            f"{self.name}: the server has no working deltasync plugin: it {answer}",
+            hint="install deltasync in SGLang's environment, and name it in SGLANG_PLUGINS if that is set",
+        ) from error
+
+    def _authorization(self) -> dict[str, str]:
+        """All requests here are of SGLang's level that wants the admin key, if there is one, else the plain one."""
+        config = self._config
+        key = _key(config.admin_api_key, config.admin_api_key_file) or _key(
+            config.api_key, config.api_key_file
+        )
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _key(value: SecretStr | None, file: Path | None) -> str | None:
+    if value is not None:
+        return value.get_secret_value()
+    if file is None:
+        return None
+    try:
+        return file.expanduser().read_text().strip()
+    except OSError as error:
+        raise EngineMismatch(
+            f"the key file {file} cannot be read: {error}", hint="correct its path"
+        ) from error
+
+
+def raise_failures(server: str, op: str, acks: list[Ack]) -> None:
+    """Raise what the ranks could not do: the error of the first, naming all."""
+    failed = [ack for ack in acks if not ack["ok"]]
+    if not failed:
+        return
+    first = failed[0]
+    reasons = name_offenders([f"rank {ack['rank']}: {ack['error']}" for ack in failed], 8)
+    raise _KINDS.get(first["kind"], EngineFailed)(f"{server}: {op} failed: {reasons}", hint=first["hint"])

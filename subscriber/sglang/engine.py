@@ -1,0 +1,317 @@
+"""The SGLang engine: one server, all its ranks, brought from version to version in place."""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import numpy as np
+
+from chunkstore.crashpoints import crash_point
+from chunkstore.digest import U64
+from chunkstore.dtypes import Bits
+from manifest.catalog import Catalog
+from manifest.merge import Update
+from subscriber.config import ServerConfig, SGLangEngineConfig
+from subscriber.disk import disk_errors
+from subscriber.engine import EngineState, Prepared, Scattered
+from subscriber.errors import (
+    EngineChanged,
+    EngineFailed,
+    EngineMismatch,
+    StagedLost,
+    SubscriberError,
+    VerificationFailed,
+    name_offenders,
+)
+from subscriber.report import event
+from subscriber.sglang.boxes import MAX_MAP_BYTES, BoxMap, Layout
+from subscriber.sglang.client import Ack, Client, raise_failures
+from subscriber.sglang.exchange import Exchange
+from subscriber.sglang.wire import NOT_PAUSED, file_hash
+from subscriber.staging import StagedUpdate
+from subscriber.threads import Check, in_thread
+from subscriber.verify import verify
+
+_MASK: Final = (1 << 64) - 1
+_TRIES: Final = 3  # of pausing until nothing runs, and of writing until all ranks have written
+_AGAIN: Final = 0.5  # seconds between looks at a server that does not answer while it is being written
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """The maps of all ranks for one catalog, their hashes, and who owns what."""
+
+    catalog: bytes
+    maps: tuple[BoxMap, ...]
+    hashes: tuple[str, ...]
+    layout: Layout
+
+
+class SGLangEngine:
+    """Drives one server through the plugin in its schedulers (docs/sglang.md).
+
+    `directory`: this engine's own, in shared memory or on a disk that the server sees under the same path.
+    """
+
+    def __init__(self, config: SGLangEngineConfig, server: ServerConfig, directory: Path) -> None:
+        self._config, self._server = config, server
+        self._directory = directory
+        self._client = Client(config, server)
+        self._version: int | None = None
+        self._tokens: list[int] = []  # writes that each rank had counted when we last looked
+        self._mapped: _Mapped | None = None
+        self._loaded: tuple[bytes, str] | None = (
+            None  # hash of the staged update that the ranks hold ready, its job
+        )
+
+    async def attach(self) -> str:
+        await self._client.close()
+        self._client = Client(self._config, self._server)
+        self._mapped, self._loaded, self._version = None, None, None
+        acks = await self._client.hello()
+        self._refuse(acks)
+        self._tokens = _writes(acks)
+        if any(ack["unfinished"] for ack in acks):
+            await self._heal(acks)
+        elif acks[0]["version"] is not None and len({ack["version"] for ack in acks}) == 1:
+            self._version = int(acks[0]["version"])
+            await self._client.resume()  # a subscriber may have died between its pause and its first write
+        return self._client.boot_id
+
+    def _refuse(self, acks: list[Ack]) -> None:
+        reasons = {str(reason) for ack in acks for reason in ack["refusals"]}
+        sizes = {int(ack["size"]) for ack in acks}
+        if sizes != {len(acks)}:
+            reasons.add(f"{len(acks)} ranks answer of {sorted(sizes)}")
+        if reasons:
+            raise EngineMismatch(
+                f"{self._server.name}: this server cannot be updated: {name_offenders(sorted(reasons))}",
+                hint="docs/sglang.md says what is supported and what each refusal means",
+            )
+
+    async def _heal(self, acks: list[Ack]) -> None:
+        """Repeat an order that was written in part, if all ranks still have it: its subscriber died meanwhile."""
+        names = {str(ack["unfinished"]) for ack in acks if ack["unfinished"]}
+        if len(names) == 1 and {ack["job"] for ack in acks} == names:
+            done, _ = await self._write(names.pop(), repair=True)
+            self._tokens = _writes(done)
+            event("apply_was_healed", server=self._server.name)
+
+    async def check(self) -> None:
+        acks = await self._client.ping()
+        if any(ack["writes"] != self._tokens[ack["rank"]] for ack in acks):
+            self._same(_writes(await self._client.hello()))
+
+    def _same(self, tokens: list[int]) -> None:
+        if tokens != self._tokens:
+            self._tokens = tokens
+            raise EngineChanged(
+                f"{self._server.name}: somebody else has written weights into the server",
+                hint="update a server only through the subscriber; all its weights are checked now",
+            )
+
+    async def state(self, catalog: Catalog) -> EngineState:
+        return EngineState(self._version, await self._digests(catalog))
+
+    async def prepare(self, staged: StagedUpdate) -> Prepared:
+        name = uuid4().hex
+        resolved, changed = await self._load(staged, name, proved=False)
+        return Prepared(resolved, None if staged.base is None else name.encode(), changed)
+
+    async def scatter(self, prepared: Prepared) -> Scattered:
+        staged = prepared.staged
+        if self._loaded is None or self._loaded[0] != staged.hash:
+            await self._load(staged, uuid4().hex, proved=True)
+        assert self._loaded is not None, "just now"
+        name, self._loaded = self._loaded[1], None
+        began = time.perf_counter()
+        try:
+            acks, clean = await self._write(name, repair=prepared.token is None)
+            self._tokens = _writes(acks)
+            crash_point("subscriber.mid_scatter")
+            if not clean:
+                await self._verify_live(staged)
+            await self.release(staged.target.version)
+        except SubscriberError as error:
+            self._version = None
+            with suppress(
+                EngineFailed
+            ):  # it cannot be reached, and the plugin's gate is closed if it wrote anything
+                await self.hold(error.message)
+            raise
+        pause = time.perf_counter() - began
+        return Scattered(staged.target.version, pause, max(float(ack["seconds"]) for ack in acks))
+
+    async def hold(self, reason: str) -> None:
+        self._version = None
+        await self._client.pause()
+        await self._client.ask("hold", reason=reason)
+
+    async def release(self, version: int) -> None:
+        await self._client.show_version(version)
+        await self._client.ask("release", tokens=self._tokens, version=version)
+        await self._client.resume()
+        self._version = version
+
+    async def _load(self, staged: StagedUpdate, name: str, proved: bool) -> tuple[StagedUpdate, int | None]:
+        """Hand every rank what it is to write, resolved and verified; it goes on serving.
+
+        `proved`: that was done before, and all that is left of it are the values.
+        """
+        mapped, gathered = await self._map(staged.catalog), staged.base is not None
+        directory = staged.path / f"ranks-{name}"
+
+        def list_targets(check: Check) -> Exchange:
+            with disk_errors(directory):
+                return Exchange(directory, staged, mapped.maps, mapped.hashes, mapped.layout, check)
+
+        def resolve(check: Check) -> tuple[StagedUpdate, int | None]:
+            with disk_errors(directory):
+                gather = exchange.gather() if gathered else _nothing
+                resolved, changed = (staged, None) if proved else verify(staged, gather, check)
+                exchange.write(resolved)
+            return resolved, changed
+
+        try:
+            exchange = await in_thread(list_targets)
+            request = {"directory": str(directory), "orders": exchange.orders}
+            if gathered:
+                self._same([int(ack["token"]) for ack in await self._client.run("gather", name, **request)])
+            resolved, changed = await in_thread(resolve)
+            version = staged.target.version
+            await self._client.run("load", name, gathered=gathered, version=version, **request)
+        except (StagedLost, EngineChanged):
+            self._mapped = None  # it may be the map that does not hold any more
+            raise
+        self._loaded = resolved.hash, name
+        return resolved, changed
+
+    async def _write(self, name: str, repair: bool) -> tuple[list[Ack], bool]:
+        """Pause and write, again until every rank has.
+
+        Returns the acknowledgements, and whether it went well at once.
+        """
+        await self._client.pause()
+        clean = not repair
+        for left in reversed(range(_TRIES)):
+            try:
+                acks = await self._client.try_ask(
+                    "scatter", self._config.write_timeout, name=name, repair=repair
+                )
+            except EngineFailed:  # the answer is lost; the writing may have begun
+                if not left:
+                    raise
+                await self._wait_for_answer()
+                repair, clean = True, False
+                continue
+            if all(ack["ok"] for ack in acks):
+                return acks, clean
+            if any("began" in ack for ack in acks):
+                event(
+                    "write_failed", server=self._server.name, acks=[a["error"] for a in acks if not a["ok"]]
+                )
+                repair, clean = True, False
+            elif {ack["kind"] for ack in acks if not ack["ok"]} == {NOT_PAUSED}:
+                await self._client.pause()
+            else:
+                break
+        raise_failures(self._server.name, "writing", acks)
+        raise AssertionError("some rank has failed")
+
+    async def _wait_for_answer(self) -> None:
+        deadline = time.monotonic() + self._config.write_timeout
+        while True:
+            try:
+                await self._client.hello()
+                return
+            except EngineFailed:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_AGAIN)
+
+    async def _verify_live(self, staged: StagedUpdate) -> None:
+        digests = await self._digests(staged.catalog)
+        wrong = np.flatnonzero(digests != staged.target.digest_array)
+        if len(wrong):
+            names = [repr(staged.catalog.tensors[number].name) for number in wrong]
+            raise VerificationFailed(
+                f"{self._server.name}: after writing version {staged.target.version} the live digests of "
+                f"{name_offenders(names)} differ",
+                hint="something else writes the server; it stays paused until an anchor has been applied",
+            )
+
+    async def _map(self, catalog: Catalog) -> _Mapped:
+        """The maps of all ranks, traced anew unless they are known."""
+        if self._mapped is not None and self._mapped.catalog == catalog.hash:
+            return self._mapped
+        directory = self._directory / "map"
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "catalog").write_bytes(catalog.data)
+        acks = await self._client.ask(
+            "map", self._config.prepare_timeout, directory=str(directory), catalog=file_hash(catalog.data)
+        )
+        hashes = tuple(str(ack["map"]) for ack in acks)
+        event("mapped", server=self._server.name, coverage=acks[0]["coverage"], seconds=acks[0]["seconds"])
+
+        def read(check: Check) -> _Mapped:
+            paths = [directory / f"{rank}.map" for rank in range(len(hashes))]
+            maps = tuple(
+                BoxMap.from_bytes(_read(path, wanted, MAX_MAP_BYTES), catalog)
+                for path, wanted in zip(paths, hashes, strict=True)
+            )
+            return _Mapped(catalog.hash, maps, hashes, Layout(catalog, maps))
+
+        self._mapped = await in_thread(read)
+        return self._mapped
+
+    async def _digests(self, catalog: Catalog) -> U64:
+        """Of the live bits, in catalog order; what no version has where copies of a tensor differ."""
+        mapped = await self._map(catalog)
+        directory = self._directory / "map"
+        try:
+            acks = await self._client.run("digest", uuid4().hex, directory=str(directory))
+        except (StagedLost, EngineChanged):
+            self._mapped = None
+            raise
+        self._tokens = [int(ack["token"]) for ack in acks]
+        boxes = [
+            np.frombuffer(
+                _read(directory / f"{rank}.digests", str(ack["hash"]), 8 * len(mapped.maps[rank].boxes)),
+                "<u8",
+            )
+            for rank, ack in enumerate(acks)
+        ]
+        out: list[int] = []
+        for places in mapped.layout.places:
+            owned = sum(int(boxes[place.rank][place.box]) for place in places if place.owner) & _MASK
+            copies = [(place, place.replica_of) for place in places if place.replica_of is not None]
+            same = all(boxes[place.rank][place.box] == boxes[owner[0]][owner[1]] for place, owner in copies)
+            out.append(owned if same else ~owned & _MASK)
+        return np.array(out, np.uint64)
+
+
+def _nothing(update: Update) -> list[Bits]:
+    raise AssertionError("what replaces everything needs no old bits")
+
+
+def _writes(acks: list[Ack]) -> list[int]:
+    return [int(ack["writes"]) for ack in acks]
+
+
+def _read(path: Path, wanted: str, limit: int) -> bytes:
+    """A file that a rank has just written. Raises StagedLost."""
+    try:
+        data = path.read_bytes() if path.stat().st_size <= limit else b""
+    except OSError as error:
+        raise StagedLost(
+            f"{path} cannot be read: {error}",
+            hint="let the server see the subscriber's staging_dir under the same path",
+        ) from error
+    if file_hash(data) != wanted:
+        raise StagedLost(f"{path} is not what the server wrote", hint="it is written again by itself")
+    return data

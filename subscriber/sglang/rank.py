@@ -1,0 +1,392 @@
+"""What one scheduler process of an SGLang server does for a subscriber: say what it holds, map, read, write, hold.
+
+Knows the model's live memory and nothing of canonical values: the daemon does that part. Ops run on the scheduler's
+thread, between batches; long reading runs on a thread of its own beside serving, and `poll` tells how it went. Nothing
+here raises into SGLang: whatever goes wrong becomes an acknowledgement with `ok` false.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from chunkstore.errors import DeltasyncError
+from manifest.catalog import Catalog
+from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, StagedLost
+from subscriber.sglang import live
+from subscriber.sglang.boxes import BoxMap
+from subscriber.sglang.live import LiveMemories
+from subscriber.sglang.wire import NOT_PAUSED, PROTOCOL, RankFiles, Targets, Values, file_hash
+
+Ack = dict[str, Any]
+
+_IN_MEMORY: Final = 1 << 30
+"""Orders up to this size, in bytes, are held ready in memory; larger ones are read piece by piece while written."""
+
+
+class Host(Protocol):
+    """What a rank needs of the server it lives in."""
+
+    rank: int
+    """Number of this rank over all replicas, from 0."""
+    size: int
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def describe(self) -> Ack:
+        """What the daemon should know of the server: versions, topology."""
+
+    def refusals(self) -> list[str]:
+        """Why this server cannot be updated; empty if it can."""
+
+    def vote(self, ack: Ack) -> list[Ack]:
+        """The acknowledgements of all ranks that get the same requests in the same order."""
+
+    def idle(self) -> bool:
+        """Whether no request holds anything computed from the weights, or will until generation continues."""
+
+    def stop_batches(self) -> None:
+        """Let no batch run until generation is continued."""
+
+    def wrote(self, version: str) -> None:
+        """The weights are `version` now: tell running requests, and drop what was cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The version that the daemon last found whole and verified, and the count of writes at that time."""
+
+    version: int
+    writes: int
+
+
+@dataclass(slots=True)
+class Job:
+    """An order at hand, which leads to `version`; -1 while that is not known.
+
+    `token`: the count of writes when its old bits were read, None if they were not.
+    """
+
+    name: str
+    files: RankFiles
+    targets: Targets
+    version: int = -1
+    token: int | None = None
+    old: Values | None = None
+    new: Values | None = None
+    cache: dict[str, list[Any]] = field(default_factory=dict)
+
+    def pieces(self, kind: str) -> Any:
+        """`targets`, `old` or `new`, from memory if they were small enough to be kept."""
+        return self.cache.get(kind) or getattr(self, kind)
+
+    def keep(self, *kinds: str) -> None:
+        """Read these arrays now: into memory if they are small, else only to check them."""
+        small = self.files.nbytes <= _IN_MEMORY
+        for kind in kinds:
+            kept = [array for array in getattr(self, kind) if small]
+            if small:
+                self.cache[kind] = kept
+
+
+class Rank:
+    """`boot`: names this life of the process. `writes`: how often anybody has written weights in it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.boot = secrets.token_hex(8)
+        self.writes = 0
+        self._foreign = 0
+        self.gate: str | None = None
+        self._released: Released | None = None
+        self._catalog: Catalog | None = None
+        self._map: BoxMap | None = None
+        self._map_data = b""
+        self._mapped_at = -1  # how often somebody else had written then
+        self._refusals: list[str] | None = None
+        self._live: LiveMemories | None = None
+        self._covered: Ack = {}
+        self._job: Job | None = None
+        self._unfinished: str | None = None
+        self._task: tuple[str, threading.Thread] | None = None
+        self._result: tuple[str, Ack] | None = None
+        self._ops: dict[str, Callable[[Ack], Ack]] = {
+            "hello": self._hello,
+            "map": self._make_map,
+            "gather": lambda request: self._start(request, self._gather),
+            "load": lambda request: self._start(request, self._load),
+            "digest": lambda request: self._start(request, self._digest),
+            "poll": self._poll,
+            "hold": self._hold,
+            "release": self._release,
+        }
+
+    def handle(self, request: Ack) -> list[Ack]:
+        """Do what `request` says, on the scheduler's thread. Returns the acknowledgements of all ranks."""
+        if request["op"] == "scatter":
+            return self._scatter(request)
+        if request["op"] == "ping":  # asked so often that a vote would be felt
+            return [self.hello()]
+        return self._host.vote(self._careful(lambda: self._ops[request["op"]](request)))
+
+    def hello(self) -> Ack:
+        """What this rank says of itself."""
+        return self._careful(lambda: self._hello({}))
+
+    def somebody_writes(self) -> None:
+        """Weights are about to be written by something else than this plugin."""
+        self.writes += 1
+        self._foreign += 1
+
+    def _careful(self, work: Callable[[], Ack]) -> Ack:
+        try:
+            ack = {"ok": True, **work()}
+        except DeltasyncError as error:
+            ack = {"ok": False, "kind": error.kind, "error": error.message, "hint": error.hint}
+        except Exception as error:  # noqa: BLE001 - it would kill the server
+            ack = {
+                "ok": False,
+                "kind": "engine_failed",
+                "error": f"{type(error).__name__}: {error}",
+                "hint": "",
+            }
+        return {"rank": self._host.rank, "boot": self.boot, "writes": self.writes, **ack}
+
+    def _hello(self, request: Ack) -> Ack:
+        released = self._released
+        current = released is not None and released.writes == self.writes and self._unfinished is None
+        return {
+            "protocol": PROTOCOL,
+            "size": self._host.size,
+            "gate": self.gate,
+            "version": released.version if released is not None and current else None,
+            "job": self._job.name if self._job is not None and self._job.new is not None else None,
+            "unfinished": self._unfinished,
+            "refusals": self._refused(),
+            **self._host.describe(),
+        }
+
+    def _refused(self) -> list[str]:
+        if self._refusals is None:  # nothing in it changes while a server runs
+            self._refusals = self._host.refusals()
+        return self._refusals
+
+    def _make_map(self, request: Ack) -> Ack:
+        """Trace where every canonical element lies, into `<rank>.map`; anew only if somebody may have moved them."""
+        directory, began = Path(request["directory"]), time.perf_counter()
+        catalog = Catalog.from_bytes(_read(directory / "catalog", request["catalog"]))
+        if self._catalog is None or self._catalog.hash != catalog.hash or self._mapped_at != self._foreign:
+            self._trace(catalog)
+        (directory / f"{self._host.rank}.map").write_bytes(self._map_data)
+        return {
+            "map": file_hash(self._map_data),
+            "coverage": self._covered,
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _trace(self, catalog: Catalog) -> None:
+        from subscriber.sglang.coverage import coverage
+        from subscriber.sglang.trace import trace
+
+        if self._refused():
+            raise EngineMismatch(
+                "; ".join(self._refused()), hint="docs/sglang.md says what each refusal means"
+            )
+        self._catalog = None
+        traced = trace(self._host.model, catalog)
+        covered = coverage(self._host.model, traced.map, traced.fills)
+        covered.check()
+        self._covered = {"elements": covered.elements, "loaded": covered.loaded, "zeros": covered.zeros}
+        self._map, self._map_data = traced.map, traced.map.to_bytes()
+        self._live = LiveMemories(self._host.model, traced.map)
+        self._catalog, self._mapped_at, self._job = catalog, self._foreign, None
+
+    def _start(self, request: Ack, work: Callable[[Ack], Ack]) -> Ack:
+        """Run `work` on a thread, one at a time."""
+        if self._task is not None and self._task[1].is_alive():
+            raise EngineFailed(f"{self._task[0]} is still running", hint="it is tried again by itself")
+        name, self._result = f"{request['op']} {request['name']}", None
+
+        def run() -> None:
+            with torch.inference_mode():
+                self._result = (name, self._careful(lambda: work(request)))
+
+        thread = threading.Thread(target=run, name="deltasync", daemon=True)
+        self._task = (name, thread)
+        thread.start()
+        return {}
+
+    def _poll(self, request: Ack) -> Ack:
+        name, result = request["task"], self._result
+        if result is not None and result[0] == name:
+            return {"done": True, **result[1]}
+        if self._task is None or self._task[0] != name:
+            raise StagedLost(f"{name} is not known here", hint="the subscriber starts it again by itself")
+        return {"done": False}
+
+    def _gather(self, request: Ack) -> Ack:
+        """Read what is live where an order says, into `<rank>.old`."""
+        map_, memories = self._mapped()
+        writes, began = self.writes, time.perf_counter()
+        job = self._open(request, map_)
+        vectors = memories.vectors()
+        with job.files.writer("old") as writer:
+            for piece, targets in zip(job.files.order.pieces, job.targets, strict=True):
+                writer.add(live.gather(vectors[piece.memory], piece, targets))
+        job.token, job.old = writes, job.files.open_values("old")
+        if writes != self.writes:
+            raise EngineChanged(
+                "weights were written while they were read", hint="it is tried again by itself"
+            )
+        self._job = job
+        return {"token": writes, "seconds": time.perf_counter() - began}
+
+    def _load(self, request: Ack) -> Ack:
+        """Take the new bits of an order, and hold all it needs ready to be written."""
+        map_, _ = self._mapped()
+        began = time.perf_counter()
+        job = self._job
+        if job is None or job.name != request["name"] or not request["gathered"]:
+            if request["gathered"]:
+                raise StagedLost(
+                    f"order {request['name']} is not at hand", hint="it is staged again by itself"
+                )
+            job = self._open(request, map_)
+        job.version, job.new = int(request["version"]), job.files.open_values("new")
+        job.keep("targets", "new", *(["old"] if job.old is not None else []))
+        self._job = job
+        return {"seconds": time.perf_counter() - began, "bytes": job.files.nbytes}
+
+    def _digest(self, request: Ack) -> Ack:
+        """Digest every box of the map into `<rank>.digests`, uint64 in the order of boxes."""
+        map_, memories = self._mapped()
+        assert self._catalog is not None, "made with the map"
+        writes, began = self.writes, time.perf_counter()
+        vectors = memories.vectors()
+        tensors = self._catalog.tensors
+        sums = [live.digest(tensors[box.tensor].name, vectors[box.memory], box) for box in map_.boxes]
+        if writes != self.writes:
+            raise EngineChanged(
+                "weights were written while they were read", hint="it is tried again by itself"
+            )
+        data = np.array(sums, "<u8").tobytes()
+        (Path(request["directory"]) / f"{self._host.rank}.digests").write_bytes(data)
+        return {"hash": file_hash(data), "token": writes, "seconds": time.perf_counter() - began}
+
+    def _hold(self, request: Ack) -> Ack:
+        self.gate = request["reason"]
+        self._host.stop_batches()
+        self._released = None
+        return {}
+
+    def _release(self, request: Ack) -> Ack:
+        """The daemon has found what is live to be a whole version: from now on generation may be continued."""
+        if self._unfinished is not None:
+            raise EngineChanged(f"order {self._unfinished} was written in part", hint="it is repeated first")
+        if request["tokens"][self._host.rank] != self.writes:
+            raise EngineChanged(
+                "weights were written since they were verified", hint="they are checked again"
+            )
+        self._released = Released(request["version"], self.writes)
+        self.gate, self._job = None, None
+        return {}
+
+    def _scatter(self, request: Ack) -> list[Ack]:
+        """Write an order, all ranks or none; once begun, nothing runs until `release`, whoever asks for it."""
+        acks = self._host.vote(self._careful(lambda: self._check_scatter(request)))
+        if not all(ack["ok"] for ack in acks):
+            return acks
+        job = self._job
+        assert job is not None, "checked"
+        self.gate = f"version {job.version} is being written"
+        self._host.stop_batches()
+        self.writes += 1
+        self._released, self._unfinished = None, request["name"]
+        return [
+            {"began": True, **ack} for ack in self._host.vote(self._careful(lambda: self._write(request)))
+        ]
+
+    def _check_scatter(self, request: Ack) -> Ack:
+        """Everything that can be refused before the first write."""
+        job, (_, memories) = self._job, self._mapped()
+        if job is None or job.name != request["name"] or job.new is None:
+            raise StagedLost(f"order {request['name']} is not at hand", hint="it is staged again by itself")
+        vectors = memories.vectors()
+        if not self._host.idle():
+            return {"ok": False, "kind": NOT_PAUSED, "error": "requests are running", "hint": ""}
+        if request["repair"]:
+            return {}
+        if job.token != self.writes or job.old is None:
+            raise EngineChanged("weights were written since they were read", hint="they are checked again")
+        for number, piece in enumerate(job.files.order.pieces):
+            targets, old = job.pieces("targets")[number], job.pieces("old")[number]
+            if not live.holds(vectors[piece.memory], piece, targets, old):
+                name = self._mapped()[0].memories[piece.memory].name
+                raise EngineChanged(
+                    f"{name} is not what it was when it was read", hint="all is checked again"
+                )
+        return {}
+
+    def _write(self, request: Ack) -> Ack:
+        job, (map_, memories) = self._job, self._mapped()
+        assert job is not None, "checked"
+        vectors = memories.vectors()
+        _synchronize(vectors)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            for number, piece in enumerate(job.files.order.pieces):
+                targets, new = job.pieces("targets")[number], job.pieces("new")[number]
+                live.scatter(vectors[piece.memory], piece, targets, new)
+                if not live.holds(vectors[piece.memory], piece, targets, new):
+                    raise EngineMismatch(
+                        f"{map_.memories[piece.memory].name} does not hold what was just written",
+                        hint="the memory is damaged, or another thread writes it; replace the server",
+                    )
+        seconds = time.perf_counter() - began
+        self._host.wrote(str(job.version))
+        self._unfinished = None
+        return {"token": self.writes, "seconds": seconds}
+
+    def _open(self, request: Ack, map_: BoxMap) -> Job:
+        directory, orders = Path(request["directory"]), request["orders"]
+        files = RankFiles.load(directory, self._host.rank, orders[self._host.rank], map_.memories)
+        if files.order.map != file_hash(self._map_data):
+            raise StagedLost(
+                "the order is for another map of this model", hint="it is mapped again by itself"
+            )
+        return Job(request["name"], files, files.open_targets())
+
+    def _mapped(self) -> tuple[BoxMap, LiveMemories]:
+        if self._map is None or self._live is None or self._catalog is None:
+            raise StagedLost("this rank has no map", hint="it is mapped again by itself")
+        return self._map, self._live
+
+
+def _synchronize(vectors: list[torch.Tensor]) -> None:
+    """Wait until nothing that was started on the devices reads or writes any more."""
+    for device in {vector.device for vector in vectors if vector.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+
+
+def _read(path: Path, wanted: str) -> bytes:
+    """A file of the daemon's, which is checked to be the one it means. Raises StagedLost."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StagedLost(
+            f"{path} cannot be read inside the server: {error}",
+            hint="let the server see the subscriber's staging_dir under the same path",
+        ) from error
+    if file_hash(data) != wanted:
+        raise StagedLost(
+            f"{path} is not what the subscriber wrote", hint="give each subscriber its own staging_dir"
+        )
+    return data

@@ -1,0 +1,103 @@
+"""A trainer of a checkpoint: fp32 masters, real AdamW, made-up gradients, published as it goes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from chunkstore.open import StoreConfig, open_store
+from manifest.export import export_checkpoint
+from publisher.publisher import Publisher
+from subscriber.config import ServerConfig, SGLangEngineConfig, SubscriberConfig
+from subscriber.daemon import AppliedVersion, Subscriber
+from subscriber.sglang.engine import SGLangEngine
+from tests.subscriber.parts import put_tensor
+
+TIMEOUT = 120.0
+"""Seconds that one version should never need, on a machine that is busy."""
+
+
+class Trainer:
+    """Publishes version 0, an anchor of `checkpoint`, into `folder`/store; then whatever `publish` has trained.
+
+    Experts go by the names of the files, one module each, whatever a library makes of them in memory. Tensors with
+    `frozen` in their names are not trained.
+    """
+
+    def __init__(
+        self, checkpoint: Path, folder: Path, lr: float = 1e-4, seed: int = 0, frozen: str = "nothing"
+    ) -> None:
+        self.checkpoint, self.folder = checkpoint, folder
+        self.store = folder / "store"
+        self.model = nn.Module()
+        for name, tensor in load_file(checkpoint / "model.safetensors").items():
+            put_tensor(self.model, name, tensor.float())
+            self.model.get_parameter(name).requires_grad_(frozen not in name)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self._trained, lr=lr)
+        self._generator = torch.Generator().manual_seed(seed)
+        config: dict[str, Any] = {"store": {"url": str(self.store)}, "base_checkpoint": str(checkpoint)}
+        self.version = 0
+        self.publisher = Publisher.attach(self.optimizer, self.model, config)
+
+    def publish(self, steps: int = 1) -> int:
+        """Take `steps` AdamW steps and publish. Returns the version."""
+        for _ in range(steps):
+            for parameter in self._trained:
+                parameter.grad = torch.randn(parameter.shape, generator=self._generator)
+            self.optimizer.step()
+        commit = self.publisher.publish().result(TIMEOUT)
+        assert commit is not None
+        self.version = commit.manifest.version
+        return self.version
+
+    def export(self, version: int) -> Path:
+        """That version as a Hugging Face checkpoint."""
+        folder = self.folder / f"version-{version}"
+        if not folder.exists():
+            store = open_store(StoreConfig(url=str(self.store)))
+            export_checkpoint(store, version, folder, config_dir=self.checkpoint)
+        return folder
+
+
+@contextmanager
+def training(checkpoint: Path, folder: Path, **options: Any) -> Iterator[Trainer]:
+    trainer = Trainer(checkpoint, folder, **options)
+    try:
+        yield trainer
+    finally:
+        trainer.publisher.close()
+
+
+class Follower:
+    """A subscriber, in this process, of `trainer`'s stream for one server; its state survives in `trainer.folder`."""
+
+    def __init__(self, url: str, trainer: Trainer, name: str = "worker", **engine: Any) -> None:
+        server = ServerConfig(url=url)
+        settings = SGLangEngineConfig(type="sglang", servers=(server,), **engine)
+        self.config = SubscriberConfig(
+            store=StoreConfig(url=str(trainer.store)),
+            id=name,
+            poll_interval=0.1,
+            state_dir=trainer.folder / "state",
+            http=None,
+            engine=settings,
+        )
+        self.applied: list[AppliedVersion] = []
+        self.engine = SGLangEngine(settings, server, self.config.staging_path / "engine")
+        self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
+
+    def __enter__(self) -> "Follower":
+        self.subscriber.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.subscriber.stop()
+
+    def reach(self, version: int) -> None:
+        """Wait until the server is at `version`."""
+        self.subscriber.wait_for(version, TIMEOUT)
