@@ -5,6 +5,7 @@ build for the CPU. It is configured small: little cache, few requests, and no co
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -191,11 +192,13 @@ class SglangServer:
         if self._lifeline.closed:
             return
         self._shared |= _shared_memory(self.pids())
-        with contextlib.suppress(ProcessLookupError):  # all gone already
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        while self.pids():
+        while members := self.pids():
+            # Not the tracker: it ends when nobody is left, and removes the others' semaphores first.
+            for pid in itertools.filterfalse(_tracks_resources, members):
+                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)  # they are not our children, so there is nothing to wait on
+        self._process.wait()
         self._lifeline.close()
         for path in self._shared:
             path.unlink(missing_ok=True)
@@ -235,6 +238,13 @@ def _members(group: int) -> set[int]:
                 if int(number) == group and state != "Z":
                     members.add(int(entry.name))
     return members
+
+
+def _tracks_resources(pid: int) -> bool:
+    """Whether a process is the one that multiprocessing keeps to clean up after the others."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _shared_memory(pids: Sequence[int]) -> set[Path]:

@@ -31,6 +31,13 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+TRACKED = """
+import multiprocessing
+semaphore = multiprocessing.get_context("spawn").Semaphore()  # has a name until a process of its own removes it
+print("semaphore", semaphore._semlock.name.strip("/"))
+"""
+
+
 def fake_python(folder: Path, program: str) -> Path:
     """An executable that runs `program` whatever module it is asked for, with the arguments of that."""
     script = folder / "program.py"
@@ -55,9 +62,10 @@ def alive(pid: int) -> bool:
 
 
 def test_ready_means_it_generates_and_stop_leaves_nothing(tmp_path: Path) -> None:
-    with start(tmp_path, SERVES, admin_api_key="sesame").wait_ready(60) as server:
+    with start(tmp_path, TRACKED + SERVES, admin_api_key="sesame").wait_ready(60) as server:
         words = server.log.read_text().split()
-        child, temporary = int(words[1]), Path(words[3])
+        semaphore, child, temporary = Path(f"/dev/shm/sem.{words[1]}"), int(words[3]), Path(words[5])
+        assert semaphore.exists()
         assert {server.pid, child} <= set(server.pids())
         assert temporary.is_dir()
         with server.client(10) as client:
@@ -65,6 +73,7 @@ def test_ready_means_it_generates_and_stop_leaves_nothing(tmp_path: Path) -> Non
     assert server.pids() == ()
     assert not alive(child)
     assert not temporary.exists()
+    assert not semaphore.exists()
     assert not server.running
     server.stop()
 
