@@ -122,7 +122,11 @@ sys.stdin.read()
 def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_path: Path) -> None:
     fake_python(tmp_path, SERVES)
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # nobody is left to remove its temporary files
+        text=True,
     ) as owner:
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
