@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,14 +63,17 @@ def _written(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
     """The tensors that an operation changes, by its schema."""
-    schema = func._schema  # type: ignore[attr-defined]  # torch does not type its overloads
-    if not schema.is_mutable:
-        return
-    for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
+    for number, name in _written_arguments(func):
+        value = args[number] if number < len(args) else kwargs.get(name)
         yield from (t for t in (value if isinstance(value, list | tuple) else [value]) if t is not None)
+
+
+@lru_cache(maxsize=1024)
+def _written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    arguments = func._schema.arguments  # type: ignore[attr-defined]  # torch does not type its overloads
+    return tuple(
+        (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 @contextmanager

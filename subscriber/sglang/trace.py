@@ -115,20 +115,25 @@ class _Run:
     def load(self, model: nn.Module) -> None:
         snapshot = Snapshot(model)
         load: Callable[[Iterator[tuple[str, torch.Tensor]]], object] = model.load_weights  # type: ignore[assignment]
+        stand_ins = [
+            StandIn.whole(number, spec.shape, TORCH_DTYPES[spec.dtype], self)
+            for number, spec in enumerate(self._catalog.tensors)
+        ]
         try:
             with torch.no_grad(), inline_jobs(self._fail), Guard(self._memories.is_live, self._direct_write):
-                load(self._stand_ins())
+                load(self._named(stand_ins))
         except Exception as error:  # noqa: BLE001  # a loader may raise anything; it is reported by name
             self._fail(error)
         finally:
             self.problems += snapshot.restore()
 
-    def _stand_ins(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, spec in enumerate(self._catalog.tensors):
+    def _named(self, stand_ins: Sequence[StandIn]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the loader gets: each tensor under each of its names, like a checkpoint file that it reads."""
+        for number, stand_in in enumerate(stand_ins):
             for name in self._names[number]:
                 if name not in self._skip:
                     self._loading = number, name
-                    yield name, StandIn.whole(number, spec.shape, TORCH_DTYPES[spec.dtype], self)
+                    yield name, stand_in
         self._loading = None
 
     def _fail(self, error: BaseException) -> None:
