@@ -35,12 +35,12 @@ def write(model: nn.Module, map_: BoxMap, catalog: Catalog, tensors: Mapping[str
 
 
 def digests(model: nn.Module, map_: BoxMap, catalog: Catalog) -> list[int]:
-    """The partial digest of each canonical tensor, of what the live memory holds where the map says."""
+    """For each box, the partial digest of its tensor, of what the live memory holds there."""
     memories = flat_memories(model)
-    totals = [0] * len(catalog.tensors)
+    out = []
     for box in map_.boxes:
         spec = catalog.tensors[box.tensor]
         positions, targets = locate(box, np.arange(spec.numel, dtype=np.int64))
         bits = memories[box.memory][torch.from_numpy(targets)].numpy()
-        totals[box.tensor] += digest_at(spec.name, positions, bits.view(f"u{bits.itemsize}"))
-    return [total & ((1 << 64) - 1) for total in totals]
+        out.append(digest_at(spec.name, positions, bits.view(f"u{bits.itemsize}")))
+    return out

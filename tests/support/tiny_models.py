@@ -5,7 +5,19 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCABULARY: Final = 512
 
@@ -29,6 +41,50 @@ def save_qwen3(folder: Path, *, seed: int, tied: bool = False, **shape: Any) -> 
     return _save(folder, seed, Qwen3ForCausalLM, config)
 
 
+def save_qwen2(folder: Path, *, seed: int, tied: bool = False, **shape: Any) -> Path:
+    """Write a Qwen2, whose query, key and value projections have biases."""
+    config = Qwen2Config(**{**_SHAPE, "head_dim": 16, "tie_word_embeddings": tied, **shape})
+    return _save(folder, seed, Qwen2ForCausalLM, config)
+
+
+def save_llama(folder: Path, *, seed: int, tied: bool = False, **shape: Any) -> Path:
+    """Write a Llama."""
+    config = LlamaConfig(**{**_SHAPE, "tie_word_embeddings": tied, **shape})
+    return _save(folder, seed, LlamaForCausalLM, config)
+
+
+def save_deepseek(folder: Path, *, seed: int, **shape: Any) -> Path:
+    """Write a DeepSeek-V3: latent attention, a dense layer and one of 8 experts in 2 groups and a shared one."""
+    latent = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+    config = DeepseekV3Config(**{**_SHAPE, "tie_word_embeddings": False, **latent, **shape})
+    return _save(folder, seed, DeepseekV3ForCausalLM, config)
+
+
 def save_qwen3_moe(folder: Path, *, seed: int, **shape: Any) -> Path:
     """Write a Qwen3-MoE, 2 of 8 experts active per token; its checkpoint names each expert's tensors apart."""
     moe = {
@@ -50,7 +106,15 @@ def _save(folder: Path, seed: int, architecture: Any, config: PreTrainedConfig) 
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _randomize(name, parameter)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, buffer in model.named_buffers():
+            if name.endswith(
+                "e_score_correction_bias"
+            ):  # the one tensor that DeepSeek's checkpoints keep in fp32
+                buffer.data = torch.randn(buffer.shape)
+    model.save_pretrained(folder)
     return folder
 
 
