@@ -29,7 +29,7 @@ def _other_than(*fine: object) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in fine
 
 
-_SERVER_ARGS: Final[tuple[_Check, ...]] = (
+SERVER_ARGS: Final[tuple[_Check, ...]] = (
     ("pp_size", _more_than(1), "pipeline parallelism is not supported: launch with --pp-size 1"),
     (
         "attn_dp_size",
@@ -108,6 +108,7 @@ _SERVER_ARGS: Final[tuple[_Check, ...]] = (
         "this backend rearranges the experts: launch with --moe-runner-backend triton",
     ),
 )
+"""Name of a setting, whether a value of it is refused, and why with what to change."""
 
 
 def refusals(model: nn.Module, server_args: object) -> list[str]:
@@ -117,7 +118,7 @@ def refusals(model: nn.Module, server_args: object) -> list[str]:
     """
     found = [
         f"{name}={value!r}: {why}"
-        for name, refused, why in _SERVER_ARGS
+        for name, refused, why in SERVER_ARGS
         if refused(value := getattr(server_args, name, None))
     ]
     if not callable(getattr(model, "load_weights", None)):

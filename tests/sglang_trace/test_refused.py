@@ -13,7 +13,7 @@ from manifest.catalog import Catalog, TensorSpec
 from subscriber.errors import EngineMismatch
 from subscriber.sglang.boxes import Layout
 from subscriber.sglang.coverage import coverage
-from subscriber.sglang.refusals import refusals
+from subscriber.sglang.refusals import SERVER_ARGS, refusals
 from subscriber.sglang.trace import trace
 from tests.sglang_trace.ranks import catalog_of, checkpoint_tensors, leave, live_bytes, load_rank
 from tests.support.tiny_models import save_deepseek, save_qwen3, save_qwen3_moe
@@ -168,6 +168,12 @@ def test_experts_whose_rows_were_interleaved(tmp_path: Path) -> None:
     assert refusals(model, args) == [
         "layer 'model.layers.1.mlp.experts' has interleaved gate and up rows: unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
     ]
+
+
+def test_settings_are_named_as_in_this_sglang(checkpoint: Path) -> None:
+    """A name that SGLang does not have would refuse nothing, for ever."""
+    _, args = load_rank(checkpoint)
+    assert [name for name, _, _ in SERVER_ARGS if not hasattr(args, name)] == []
 
 
 def test_deepseek_derives_tensors(tmp_path: Path) -> None:
