@@ -113,8 +113,8 @@ class SglangServer:
     Starting returns at once, so that several can start side by side; `wait_ready` waits. Output goes to file `log`.
     """
 
-    def __init__(self, options: SglangOptions, log: Path) -> None:
-        """Raises DemoFailed if SGLang's environment is not there."""
+    def __init__(self, options: SglangOptions, log: Path, port: int | None = None) -> None:
+        """`port`: a free one unless given. Raises DemoFailed if SGLang's environment is not there."""
         if not options.python.exists():
             raise DemoFailed(
                 f"there is no SGLang environment: {options.python} does not exist",
@@ -122,7 +122,7 @@ class SglangServer:
             )
         self.options = options
         self.log = log
-        self.port = _free_port()
+        self.port = port or _free_port()
         self._shared: set[Path] = set()
         self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))  # short: it will hold Unix sockets
         with log.open("wb") as sink:

@@ -1,6 +1,7 @@
 """The SGLang engine: one server, all its ranks, brought from version to version in place."""
 
 import asyncio
+import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -153,7 +154,9 @@ class SGLangEngine:
 
     async def release(self, version: int) -> None:
         await self._client.show_version(version)
+        crash_point("subscriber.before_release")
         await self._client.ask("release", tokens=self._tokens, version=version)
+        crash_point("subscriber.before_resume")
         await self._client.resume()
         self._version = version
 
@@ -181,12 +184,14 @@ class SGLangEngine:
             request = {"directory": str(directory), "orders": exchange.orders}
             if gathered:
                 self._same([int(ack["token"]) for ack in await self._client.run("gather", name, **request)])
+                crash_point("subscriber.after_gather")
             resolved, changed = await in_thread(resolve)
             version = staged.target.version
             await self._client.run("load", name, gathered=gathered, version=version, **request)
         except (StagedLost, EngineChanged):
             self._mapped = None  # it may be the map that does not hold any more
             raise
+        crash_point("subscriber.after_load")
         self._loaded = resolved.hash, name
         return resolved, changed
 
@@ -196,13 +201,15 @@ class SGLangEngine:
         Returns the acknowledgements, and whether it went well at once.
         """
         await self._client.pause()
+        crash_point("subscriber.after_pause")
         clean = not repair
         for left in reversed(range(_TRIES)):
             try:
                 acks = await self._client.try_ask(
                     "scatter", self._config.write_timeout, name=name, repair=repair
                 )
-            except EngineFailed:  # the answer is lost; the writing may have begun
+            except EngineFailed as error:  # the writing may have begun
+                event("answer_lost", logging.WARNING, server=self._server.name, error=error)
                 if not left:
                     raise
                 await self._wait_for_answer()
@@ -211,9 +218,8 @@ class SGLangEngine:
             if all(ack["ok"] for ack in acks):
                 return acks, clean
             if any("began" in ack for ack in acks):
-                event(
-                    "write_failed", server=self._server.name, acks=[a["error"] for a in acks if not a["ok"]]
-                )
+                errors = [f"rank {ack['rank']}: {ack['error']}" for ack in acks if not ack["ok"]]
+                event("write_failed", logging.WARNING, server=self._server.name, errors=errors)
                 repair, clean = True, False
             elif {ack["kind"] for ack in acks if not ack["ok"]} == {NOT_PAUSED}:
                 await self._client.pause()

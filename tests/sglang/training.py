@@ -1,5 +1,8 @@
 """A trainer of a checkpoint: fp32 masters, real AdamW, made-up gradients, published as it goes."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +93,20 @@ class Follower:
         self.applied: list[AppliedVersion] = []
         self.engine = SGLangEngine(settings, server, self.config.staging_path / "engine")
         self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
+
+    def start_process(self, crash_at: str = "") -> subprocess.Popen[bytes]:
+        """The same subscriber in a process of its own, until it has caught up, or dies at a crash point."""
+        command = [
+            sys.executable,
+            "-m",
+            "tests.sglang.worker",
+            self.config.model_dump_json(exclude_unset=True),
+        ]
+        return subprocess.Popen(command, env={**os.environ, "DELTASYNC_CRASH_AT": crash_at})
+
+    def run_process(self, crash_at: str) -> int:
+        """How it ended."""
+        return self.start_process(crash_at).wait(TIMEOUT)
 
     def __enter__(self) -> "Follower":
         self.subscriber.start()

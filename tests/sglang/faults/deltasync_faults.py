@@ -1,8 +1,8 @@
 """A second SGLang plugin, for tests only: makes ranks fail where a test says so, through files.
 
 `<folder>/<rank>.<point>` arms a point: the rank takes the file and does what it says, once. `raise`, `kill`, or
-`wait`, which lasts until `<folder>/go` exists; `after N …` lets N calls pass first. Points are the functions of
-`subscriber.sglang.live` (gather, scatter, digest), which a rank calls once per piece or box.
+`wait`, which lasts until `<folder>/go` exists and makes `gone`; `after N …` lets N calls pass first. Points are the
+functions of `subscriber.sglang.live` (gather, scatter, digest), which a rank calls once per piece or box.
 """
 
 import os
@@ -54,3 +54,4 @@ def _meet(folder: Path, point: str) -> None:
     (folder / f"{path.name}.reached").touch()
     while not (folder / "go").exists():
         time.sleep(0.01)
+    (folder / "gone").touch()
