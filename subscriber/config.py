@@ -120,6 +120,6 @@ class SubscriberConfig(_Strict):
 
     @property
     def staging_path(self) -> Path:
-        """This subscriber's own directory for fetched and staged data."""
+        """This subscriber's own directory for fetched and staged data; absolute, since servers are told it."""
         base = self.staging_dir or self.state_dir / "staging"
-        return base.expanduser() / self.id
+        return base.expanduser().absolute() / self.id

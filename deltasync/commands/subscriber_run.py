@@ -55,27 +55,36 @@ async def _run(fleet: "Fleet", until_version: int | None, once: bool) -> None:
 def _engines(config: "SubscriberConfig", path: Path) -> "dict[str, Engine]":
     """The engines that the config names, by server. Raises ConfigError."""
     from chunkstore.errors import ConfigError
-    from deltasync.commands._daemon import load_function, user_errors
-    from subscriber.config import TorchEngineConfig
+    from subscriber.config import SGLangEngineConfig
 
     if config.engine is None:
-        raise ConfigError(
-            f"{path}: engine: is required to run a daemon", hint="name the engine and its factory"
-        )
-    if not isinstance(config.engine, TorchEngineConfig):
-        raise ConfigError(f"{path}: engine.type: 'sglang' cannot be driven yet", hint="use the torch kind")
-    factory = load_function(config.engine.factory, f"{path}: engine.factory")
+        raise ConfigError(f"{path}: engine: is required to run a daemon", hint="name the engine to drive")
+    if isinstance(config.engine, SGLangEngineConfig):
+        from subscriber.sglang.engine import SGLangEngine
+
+        engines = config.staging_path / "engines"
+        return {
+            server.name: SGLangEngine(config.engine, server, engines / server.name)
+            for server in config.engine.servers
+        }
+    return {"torch": _torch_engine(config.engine.factory, path)}
+
+
+def _torch_engine(name: str, path: Path) -> "Engine":
+    from chunkstore.errors import ConfigError
+    from deltasync.commands._daemon import load_function, user_errors
+
+    factory = load_function(name, f"{path}: engine.factory")
 
     from torch import nn
 
     from subscriber.torch_engine import TorchEngine
 
-    with user_errors(f"{path}: engine.factory: {config.engine.factory!r}"):
+    with user_errors(f"{path}: engine.factory: {name!r}"):
         module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            f"{path}: engine.factory: {config.engine.factory!r} returned {type(module).__name__}, "
-            "not a torch.nn.Module",
+            f"{path}: engine.factory: {name!r} returned {type(module).__name__}, not a torch.nn.Module",
             hint="return the model that serves",
         )
-    return {"torch": TorchEngine(module)}
+    return TorchEngine(module)

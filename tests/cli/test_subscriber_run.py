@@ -1,16 +1,11 @@
 """`deltasync subscriber run` as a process: it fills a model from a config's factory, reports, and stops cleanly."""
 
 import json
-import queue
 import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -19,6 +14,7 @@ import pytest
 from chunkstore.posix import PosixStore
 from deltasync.cli import main
 from subscriber.status import SubscriberStatus
+from tests.support.daemons import WAIT, command, daemon, free_port
 from tests.support.streams import StreamBuilder, random_weights
 
 FACTORY = """
@@ -40,7 +36,6 @@ def failing():
 def importing():
     import no_such_package
 """
-WAIT = 60.0
 
 
 @pytest.fixture
@@ -67,44 +62,10 @@ def write_config(folder: Path, factory: str = "my_rollout:build") -> Path:
     return path
 
 
-def command(config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "deltasync.cli", "subscriber", "run", "-c", str(config), *more]
-
-
 def run(config: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(config, *more), cwd=config.parent, capture_output=True, text=True, check=False, timeout=WAIT
     )
-
-
-class Daemon:
-    """A running daemon whose log lines can be waited for."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        assert process.stderr is not None
-        threading.Thread(target=self._read, args=(process.stderr,), daemon=True).start()
-
-    def _read(self, stderr: IO[str]) -> None:
-        for line in stderr:
-            self.lines.put(line)
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first match in a line that has not been read yet. Raises queue.Empty after a minute of silence."""
-        while True:
-            match = re.search(pattern, self.lines.get(timeout=WAIT))
-            if match:
-                return match
-
-
-@contextmanager
-def daemon(config: Path) -> Iterator[Daemon]:
-    with subprocess.Popen(command(config), cwd=config.parent, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield Daemon(process)
-        finally:
-            process.kill()
 
 
 def status_of(stream: StreamBuilder) -> SubscriberStatus:
@@ -149,15 +110,6 @@ def test_health_and_status_are_served(stream: StreamBuilder, config: Path) -> No
             urlopen(f"{base}/nothing", timeout=WAIT)
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(WAIT) == 0
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,14 @@ engine: {type: torch, factory: "my.code:build"}
     assert str(config.state_path) == "/var/lib/deltasync/rollout-7"
 
 
+def test_servers_are_told_an_absolute_staging_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(tmp_path, "store: {url: /s}\nid: a\nstate_dir: state")
+    assert config.staging_path == tmp_path / "state" / "staging" / "a"
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
