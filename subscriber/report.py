@@ -177,11 +177,13 @@ class Report:
         """The engine serves nothing."""
         with self._lock:
             state = self._state
+            known = (state.state, state.reason) == ("held", reason)
             state.state, state.reason = "held", reason
             state.applied = state.root = None
         self.metrics.applied_version.set(-1)
         self.metrics.ready.set(0)
-        event("held", logging.WARNING, reason=reason)
+        if not known:
+            event("held", logging.WARNING, reason=reason)
 
     def stopped(self) -> None:
         with self._lock:

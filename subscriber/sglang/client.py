@@ -200,6 +200,11 @@ def _key(value: SecretStr | None, file: Path | None) -> str | None:
         ) from error
 
 
+def is_gone(error: EngineFailed) -> bool:
+    """Whether nothing listens at the server's address any more."""
+    return isinstance(error.__cause__, httpx.ConnectError)
+
+
 def raise_failures(server: str, op: str, acks: list[Ack]) -> None:
     """Raise what the ranks could not do: the error of the first, naming all."""
     failed = [ack for ack in acks if not ack["ok"]]

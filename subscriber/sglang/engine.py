@@ -30,7 +30,7 @@ from subscriber.errors import (
 )
 from subscriber.report import event
 from subscriber.sglang.boxes import MAX_MAP_BYTES, BoxMap, Layout
-from subscriber.sglang.client import Ack, Client, raise_failures
+from subscriber.sglang.client import Ack, Client, is_gone, raise_failures
 from subscriber.sglang.exchange import Exchange
 from subscriber.sglang.wire import NOT_PAUSED, file_hash
 from subscriber.staging import StagedUpdate
@@ -208,9 +208,9 @@ class SGLangEngine:
                 acks = await self._client.try_ask(
                     "scatter", self._config.write_timeout, name=name, repair=repair
                 )
-            except EngineFailed as error:  # the writing may have begun
+            except EngineFailed as error:  # unless the server has gone altogether, the writing may have begun
                 event("answer_lost", logging.WARNING, server=self._server.name, error=error)
-                if not left:
+                if not left or is_gone(error):
                     raise
                 await self._wait_for_answer()
                 repair, clean = True, False
@@ -234,8 +234,8 @@ class SGLangEngine:
             try:
                 await self._client.hello()
                 return
-            except EngineFailed:
-                if time.monotonic() > deadline:
+            except EngineFailed as error:
+                if time.monotonic() > deadline or is_gone(error):
                     raise
             await asyncio.sleep(_AGAIN)
 
