@@ -21,7 +21,7 @@ from manifest.plan import Plan
 from manifest.schema import ChunkRef, Manifest
 from subscriber.disk import check_room
 from subscriber.engine import Prepared
-from subscriber.errors import VerificationFailed
+from subscriber.errors import EngineMismatch, VerificationFailed
 from subscriber.holder import Holder
 from subscriber.report import AppliedVersion, Report
 from subscriber.spool import Share, Spool
@@ -108,27 +108,32 @@ class Follower:
         """At start: find out what the engine holds, and finish an apply that was interrupted.
 
         With nothing on the record it may still hold one of the versions on the path to `newest`, -1 if there are none.
-        If it does not, it serves nothing from here on.
+        If it is found to hold none of them, it serves nothing from here on; one that cannot even be read is left alone.
         """
         await self.holder.recover(self.read, self.catalog_of)
-        if self.holder.held is None and newest >= 0:
-            await self._recognise(newest)
-        if self.holder.held is None:
-            await self.holder.engine.hold("it holds no version of this stream")
-
-    async def _recognise(self, newest: int) -> None:
+        if self.holder.held is not None or newest < 0:
+            return
         try:
-            path = await in_thread(lambda _: find_plan(self._log, None, newest))
-            catalog = await self.catalog_of(path.steps[-1])
-            state = await self.holder.engine.state(catalog)
-            live = state.digests.astype("<u8").tobytes()
-            held = next((step for step in reversed(path.steps) if step.digests == live), None)
-            if held is not None:
-                await self.catalog_of(held)
-                await self.holder.adopt(held)
+            if await self._recognise(newest):
+                return
+        except EngineMismatch:
+            return  # met again, and reported, on the way to `newest`
         except DeltasyncError as error:
             if error.action is Action.RETRY:
-                raise  # anything else is met again, and reported, on the way to `newest`
+                raise
+        await self.holder.engine.hold("it holds no version of this stream")
+
+    async def _recognise(self, newest: int) -> bool:
+        """Adopt what is live if it is a version on the path to `newest`."""
+        path = await in_thread(lambda _: find_plan(self._log, None, newest))
+        catalog = await self.catalog_of(path.steps[-1])
+        state = await self.holder.engine.state(catalog)
+        live = state.digests.astype("<u8").tobytes()
+        held = next((step for step in reversed(path.steps) if step.digests == live), None)
+        if held is not None:
+            await self.catalog_of(held)
+            await self.holder.adopt(held)
+        return held is not None
 
     async def audit(self, manifest: Manifest) -> None:
         """Digest all live weights. Raises EngineDrift, with the engine held, if they are not those of `manifest`."""

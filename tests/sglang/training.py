@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
@@ -77,16 +77,17 @@ def training(checkpoint: Path, folder: Path, **options: Any) -> Iterator[Trainer
 
 
 class Follower:
-    """A subscriber, in this process, of `trainer`'s stream for one server; its state survives in `trainer.folder`."""
+    """A subscriber, in this process, of the stream in `folder`/store for one server; its state survives there too."""
 
-    def __init__(self, url: str, trainer: Trainer, name: str = "worker", **engine: Any) -> None:
+    def __init__(self, url: str, source: Trainer | Path, name: str = "worker", **engine: Any) -> None:
+        folder = source if isinstance(source, Path) else source.folder
         server = ServerConfig(url=url)
         settings = SGLangEngineConfig(type="sglang", servers=(server,), **engine)
         self.config = SubscriberConfig(
-            store=StoreConfig(url=str(trainer.store)),
+            store=StoreConfig(url=str(folder / "store")),
             id=name,
             poll_interval=0.1,
-            state_dir=trainer.folder / "state",
+            state_dir=folder / "state",
             http=None,
             engine=settings,
         )
@@ -108,7 +109,7 @@ class Follower:
         """How it ended."""
         return self.start_process(crash_at).wait(TIMEOUT)
 
-    def __enter__(self) -> "Follower":
+    def __enter__(self) -> Self:
         self.subscriber.start()
         return self
 
