@@ -40,7 +40,7 @@ check: $(READY)
 # With ARGS only what they name, in .venv; tests/sglang_trace needs SGLang in its own process.
 test: check $(SGLANG_READY)
 	$(BIN)/pytest $(ARGS)
-	$(if $(ARGS),,$(foreach folder,$(wildcard tests/sglang_trace),$(SGLANG)/bin/pytest $(folder)))
+	$(if $(ARGS),,$(SGLANG)/bin/pytest tests/sglang_trace)
 
 test-fast: check
 	$(BIN)/pytest --ignore=tests/sglang $(ARGS)
