@@ -4,7 +4,8 @@ Exit codes, the same for every command:
 
     0    done, and where a question was asked the answer is yes
     1    a DeltasyncError, printed as `error[kind]: message` and `hint:` on stderr; or the answer is no
-         (`demo`: not bit-identical, `store verify`: damage found, `status --max-lag`: a subscriber is behind)
+         (`demo`: not bit-identical, `store verify`: damage found, `status --max-lag`: a subscriber is behind,
+         `smoke`: a step failed)
     2    the command line itself is wrong
     130  interrupted with Ctrl-C
 
@@ -24,6 +25,7 @@ from deltasync.commands import (
     check_config,
     demo,
     publisher_run,
+    smoke,
     status,
     store_export,
     store_show,
@@ -55,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     store_verify.register(store_commands)
     store_export.register(store_commands)
     check_config.register(commands)
+    smoke.register(commands)
     return parser
 
 

@@ -51,6 +51,11 @@ class Client:
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def knock(self) -> int:
+        """The HTTP status that the server answers a ping with, whatever it is."""
+        action = PREFIX + json.dumps({"op": "ping"})
+        return (await self._respond("/weights_checker", {"action": action}, None)).status_code
+
     async def hello(self) -> list[Ack]:
         """What every rank says of itself, in rank order."""
         acks = await self.ask("hello")
@@ -136,9 +141,12 @@ class Client:
 
     async def _post(self, path: str, body: Mapping[str, object], timeout: float | None = None) -> object:
         """The message of a successful answer."""
+        return self._message(path, await self._respond(path, body, timeout))
+
+    async def _respond(self, path: str, body: Mapping[str, object], timeout: float | None) -> httpx.Response:
         try:
             headers = self._authorization()
-            response = await self._http.post(
+            return await self._http.post(
                 path, json=body, headers=headers, timeout=timeout or self._config.request_timeout
             )
         except httpx.TimeoutException as error:
@@ -150,7 +158,6 @@ class Client:
                 f"{self.name}: {self._url}{path} cannot be reached: {error or type(error).__name__}",
                 hint="start the server; it is attached by itself",
             ) from error
-        return self._message(path, response)
 
     def _message(self, path: str, response: httpx.Response) -> object:
         try:
@@ -158,11 +165,7 @@ class Client:
         except ValueError:
             body = {}
         message = body.get("message", body.get("error", response.text)) if isinstance(body, dict) else body
-        if response.status_code in (401, 403):
-            raise EngineMismatch(
-                f"{self.name}: {path} is refused: HTTP {response.status_code}",
-                hint="set engine.admin_api_key to the server's --admin-api-key, or engine.api_key to its --api-key",
-            )
+        check_access(self.name, response.status_code)
         if path == "/weights_checker" and response.status_code in (400, 404, 405, 422):
             self._no_plugin(f"answered HTTP {response.status_code}: {message!s:.300}")
         if response.is_error or (isinstance(body, dict) and body.get("success") is False):
@@ -203,6 +206,28 @@ def _key(value: SecretStr | None, file: Path | None) -> str | None:
 def is_gone(error: EngineFailed) -> bool:
     """Whether nothing listens at the server's address any more."""
     return isinstance(error.__cause__, httpx.ConnectError)
+
+
+def check_access(server: str, status: int) -> None:
+    """Raise EngineMismatch if the HTTP status says that the key is missing or wrong."""
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise EngineMismatch(
+            f"{server}: the server refuses the key: HTTP {status}",
+            hint="set engine.admin_api_key to the server's --admin-api-key, or engine.api_key to its --api-key",
+        )
+
+
+def check_ranks(server: str, acks: list[Ack]) -> None:
+    """Raise EngineMismatch naming every reason why the ranks that greeted cannot be updated."""
+    reasons = {str(reason) for ack in acks for reason in ack["refusals"]}
+    sizes = {int(ack["size"]) for ack in acks}
+    if sizes != {len(acks)}:
+        reasons.add(f"{len(acks)} ranks answer of {sorted(sizes)}")
+    if reasons:
+        raise EngineMismatch(
+            f"{server}: this server cannot be updated: {name_offenders(sorted(reasons))}",
+            hint="docs/sglang.md says what is supported and what each refusal means",
+        )
 
 
 def raise_failures(server: str, op: str, acks: list[Ack]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from subscriber.engine import EngineState, Prepared, Scattered
 from subscriber.errors import (
     EngineChanged,
     EngineFailed,
-    EngineMismatch,
     StagedLost,
     SubscriberError,
     VerificationFailed,
@@ -30,7 +30,7 @@ from subscriber.errors import (
 )
 from subscriber.report import event
 from subscriber.sglang.boxes import MAX_MAP_BYTES, BoxMap, Layout
-from subscriber.sglang.client import Ack, Client, is_gone, raise_failures
+from subscriber.sglang.client import Ack, Client, check_ranks, is_gone, raise_failures
 from subscriber.sglang.exchange import Exchange
 from subscriber.sglang.wire import NOT_PAUSED, file_hash
 from subscriber.staging import StagedUpdate
@@ -44,12 +44,13 @@ _AGAIN: Final = 0.5  # seconds between looks at a server that does not answer wh
 
 @dataclass(frozen=True)
 class _Mapped:
-    """The maps of all ranks for one catalog, their hashes, and who owns what."""
+    """The maps of all ranks for one catalog, their hashes, who owns what, and how many live elements they cover."""
 
     catalog: bytes
     maps: tuple[BoxMap, ...]
     hashes: tuple[str, ...]
     layout: Layout
+    coverage: Mapping[str, int]
 
 
 class SGLangEngine:
@@ -69,12 +70,16 @@ class SGLangEngine:
             None  # hash of the staged update that the ranks hold ready, its job
         )
 
+    async def close(self) -> None:
+        """Let go of the server; it stays as it is."""
+        await self._client.close()
+
     async def attach(self) -> str:
         await self._client.close()
         self._client = Client(self._config, self._server)
         self._mapped, self._loaded, self._version = None, None, None
         acks = await self._client.hello()
-        self._refuse(acks)
+        check_ranks(self._server.name, acks)
         self._tokens = _writes(acks)
         if any(ack["unfinished"] for ack in acks):
             await self._heal(acks)
@@ -82,17 +87,6 @@ class SGLangEngine:
             self._version = int(acks[0]["version"])
             await self._client.resume()  # a subscriber may have died between its pause and its first write
         return self._client.boot_id
-
-    def _refuse(self, acks: list[Ack]) -> None:
-        reasons = {str(reason) for ack in acks for reason in ack["refusals"]}
-        sizes = {int(ack["size"]) for ack in acks}
-        if sizes != {len(acks)}:
-            reasons.add(f"{len(acks)} ranks answer of {sorted(sizes)}")
-        if reasons:
-            raise EngineMismatch(
-                f"{self._server.name}: this server cannot be updated: {name_offenders(sorted(reasons))}",
-                hint="docs/sglang.md says what is supported and what each refusal means",
-            )
 
     async def _heal(self, acks: list[Ack]) -> None:
         """Repeat an order that was written in part, if all ranks still have it: its subscriber died meanwhile."""
@@ -114,6 +108,13 @@ class SGLangEngine:
                 f"{self._server.name}: somebody else has written weights into the server",
                 hint="update a server only through the subscriber; all its weights are checked now",
             )
+
+    async def coverage(self, catalog: Catalog) -> Mapping[str, int]:
+        """Live `elements` of all ranks, how many of them are `loaded` from a checkpoint, and how many always `zeros`.
+
+        Raises EngineMismatch if that leaves any; StagedLost if the server does not share `directory`.
+        """
+        return (await self._map(catalog)).coverage
 
     async def state(self, catalog: Catalog) -> EngineState:
         return EngineState(self._version, await self._digests(catalog))
@@ -262,7 +263,8 @@ class SGLangEngine:
             "map", self._config.prepare_timeout, directory=str(directory), catalog=file_hash(catalog.data)
         )
         hashes = tuple(str(ack["map"]) for ack in acks)
-        event("mapped", server=self._server.name, coverage=acks[0]["coverage"], seconds=acks[0]["seconds"])
+        coverage = {key: sum(int(ack["coverage"][key]) for ack in acks) for key in acks[0]["coverage"]}
+        event("mapped", server=self._server.name, **coverage, seconds=acks[0]["seconds"])
 
         def read(check: Check) -> _Mapped:
             paths = [directory / f"{rank}.map" for rank in range(len(hashes))]
@@ -270,7 +272,7 @@ class SGLangEngine:
                 BoxMap.from_bytes(_read(path, wanted, MAX_MAP_BYTES), catalog)
                 for path, wanted in zip(paths, hashes, strict=True)
             )
-            return _Mapped(catalog.hash, maps, hashes, Layout(catalog, maps))
+            return _Mapped(catalog.hash, maps, hashes, Layout(catalog, maps), coverage)
 
         self._mapped = await in_thread(read)
         return self._mapped

@@ -31,6 +31,12 @@ _IN_MEMORY: Final = 1 << 30
 """Orders up to this size, in bytes, are held ready in memory; larger ones are read piece by piece while written."""
 
 
+_TASKS: Final = 2
+"""Long work at hand: one runs, and one waits for it, so that `deltasync smoke` never takes the daemon's turn."""
+_RESULTS: Final = 8
+"""Of tasks that have ended, kept for whoever has not asked yet."""
+
+
 class Host(Protocol):
     """What a rank needs of the server it lives in."""
 
@@ -116,8 +122,8 @@ class Rank:
         self._covered: Ack = {}
         self._job: Job | None = None
         self._unfinished: str | None = None
-        self._task: tuple[str, threading.Thread] | None = None
-        self._result: tuple[str, Ack] | None = None
+        self._results: dict[str, Ack | None] = {}  # by task, in order of their start; None until it has ended
+        self._working = threading.Lock()
         self._ops: dict[str, Callable[[Ack], Ack]] = {
             "hello": self._hello,
             "map": self._make_map,
@@ -185,7 +191,7 @@ class Rank:
         catalog = Catalog.from_bytes(_read(directory / "catalog", request["catalog"]))
         if self._catalog is None or self._catalog.hash != catalog.hash or self._mapped_at != self._foreign:
             self._trace(catalog)
-        (directory / f"{self._host.rank}.map").write_bytes(self._map_data)
+        _write(directory / f"{self._host.rank}.map", self._map_data)
         return {
             "map": file_hash(self._map_data),
             "coverage": self._covered,
@@ -210,27 +216,29 @@ class Rank:
         self._catalog, self._mapped_at, self._job = catalog, self._foreign, None
 
     def _start(self, request: Ack, work: Callable[[Ack], Ack]) -> Ack:
-        """Run `work` on a thread, one at a time."""
-        if self._task is not None and self._task[1].is_alive():
-            raise EngineFailed(f"{self._task[0]} is still running", hint="it is tried again by itself")
-        name, self._result = f"{request['op']} {request['name']}", None
+        """Run `work` on a thread, one after the other."""
+        ended = [task for task, result in self._results.items() if result is not None]
+        if len(self._results) - len(ended) >= _TASKS:
+            busy = ", ".join(self._results.keys() - set(ended))
+            raise EngineFailed(f"{busy} are still running", hint="it is tried again by itself")
+        for task in ended[:-_RESULTS]:
+            del self._results[task]
+        name = f"{request['op']} {request['name']}"
+        self._results[name] = None
 
         def run() -> None:
-            with torch.inference_mode():
-                self._result = (name, self._careful(lambda: work(request)))
+            with self._working, torch.inference_mode():
+                self._results[name] = self._careful(lambda: work(request))
 
-        thread = threading.Thread(target=run, name="deltasync", daemon=True)
-        self._task = (name, thread)
-        thread.start()
+        threading.Thread(target=run, name="deltasync", daemon=True).start()
         return {}
 
     def _poll(self, request: Ack) -> Ack:
-        name, result = request["task"], self._result
-        if result is not None and result[0] == name:
-            return {"done": True, **result[1]}
-        if self._task is None or self._task[0] != name:
+        name = request["task"]
+        if name not in self._results:
             raise StagedLost(f"{name} is not known here", hint="the subscriber starts it again by itself")
-        return {"done": False}
+        result = self._results[name]
+        return {"done": False} if result is None else {"done": True, **result}
 
     def _gather(self, request: Ack) -> Ack:
         """Read what is live where an order says, into `<rank>.old`."""
@@ -278,7 +286,7 @@ class Rank:
                 "weights were written while they were read", hint="it is tried again by itself"
             )
         data = np.array(sums, "<u8").tobytes()
-        (Path(request["directory"]) / f"{self._host.rank}.digests").write_bytes(data)
+        _write(Path(request["directory"]) / f"{self._host.rank}.digests", data)
         return {"hash": file_hash(data), "token": writes, "seconds": time.perf_counter() - began}
 
     def _hold(self, request: Ack) -> Ack:
@@ -390,3 +398,14 @@ def _read(path: Path, wanted: str) -> bytes:
             f"{path} is not what the subscriber wrote", hint="give each subscriber its own staging_dir"
         )
     return data
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A file for the daemon. Raises StagedLost."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StagedLost(
+            f"{path} cannot be written inside the server: {error}",
+            hint="let the server's user write in the subscriber's staging_dir, under the same path",
+        ) from error

@@ -1,0 +1,149 @@
+"""Steps of `smoke`, and what they learn of the stream and of live weights."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from chunkstore.digest import U64
+from chunkstore.errors import DeltasyncError, ObjectMissing
+from chunkstore.open import StoreConfig, open_store
+from manifest.catalog import Catalog
+from manifest.history import find_plan
+from manifest.log import StreamInfo, VersionLog, open_stream, read_catalog
+from manifest.schema import Manifest
+from subscriber.engine import Engine
+from subscriber.errors import EngineChanged
+from subscriber.threads import in_thread
+
+_SEARCHED: Final = 100  # newest versions that live weights are compared with
+_TRIES: Final = 5  # of reading weights that the daemon happens to write
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One check. `server`: whose, None for what all have in common. `detail`: what was found, or what is wrong.
+
+    `kind`, `hint`: of the error, if it failed.
+    """
+
+    name: str
+    server: str | None
+    outcome: Literal["ok", "failed", "skipped"]
+    detail: str
+    seconds: float = 0.0
+    kind: str | None = None
+    hint: str = ""
+
+
+class Steps:
+    """Does steps one after the other and tells each one's outcome; what needs one that failed is skipped."""
+
+    def __init__(self, tell: Callable[[Step], None]) -> None:
+        self._tell = tell
+        self._missing: set[tuple[str | None, str]] = set()
+
+    @property
+    def ok(self) -> bool:
+        """Whether all has been well so far."""
+        return not self._missing
+
+    async def do(
+        self,
+        name: str,
+        work: Callable[[], Awaitable[str]],
+        needs: tuple[str, ...] = (),
+        server: str | None = None,
+    ) -> None:
+        """`work` returns what it found, or raises DeltasyncError. `needs`: names of earlier steps."""
+        lacking = [need for need in needs if {(server, need), (None, need)} & self._missing]
+        began = time.perf_counter()
+        try:
+            step = (
+                Step(name, server, "skipped", f"needs: {', '.join(lacking)}")
+                if lacking
+                else Step(name, server, "ok", await work(), time.perf_counter() - began)
+            )
+        except DeltasyncError as error:
+            seconds = time.perf_counter() - began
+            step = Step(name, server, "failed", error.message, seconds, error.kind, error.hint)
+        if step.outcome != "ok":
+            self._missing.add((server, name))
+        self._tell(step)
+
+
+class Stream:
+    """What is learned of the stream: each method is a step and may count on those before it."""
+
+    catalog: Catalog
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._config = config
+        self._found: StreamInfo | ObjectMissing | None = None
+
+    async def reach(self) -> str:
+        def reach() -> str:
+            self._store = open_store(self._config)
+            try:
+                self._found = open_stream(self._store)
+            except ObjectMissing as error:
+                self._found = error
+            return f"{self._store.url} answers"
+
+        return await in_thread(lambda _: reach())
+
+    async def open(self) -> str:
+        if not isinstance(self._found, StreamInfo):
+            assert self._found is not None, "reached"
+            raise self._found
+        self._log = VersionLog(self._store, self._found)
+        return f"stream {self._found.id.hex()}"
+
+    async def plan(self) -> str:
+        def plan() -> str:
+            newest = self._newest()
+            path = find_plan(self._log, None, newest.version)
+            self.catalog = read_catalog(self._store, newest.catalog)
+            return (
+                f"the newest is {newest.version}; a new engine starts from the anchor of {path.steps[0].version}, "
+                f"{path.nbytes} bytes in {len(path.steps)} steps; {len(self.catalog.tensors)} tensors"
+            )
+
+        return await in_thread(lambda _: plan())
+
+    async def name(self, live: U64) -> str:
+        """The version whose digests these are."""
+
+        def name() -> str:
+            newest = self._newest()
+            bits = live.astype("<u8").tobytes()
+            for version in range(newest.version, max(-1, newest.version - _SEARCHED), -1):
+                manifest = newest if version == newest.version else self._log.read(version)
+                if (
+                    manifest is not None
+                    and manifest.catalog == self.catalog.hash
+                    and manifest.digests == bits
+                ):
+                    return f"version {version} of the stream; the newest is {newest.version}"
+            return "no version of the stream: the subscriber will bring it there from an anchor"
+
+        return await in_thread(lambda _: name())
+
+    def _newest(self) -> Manifest:
+        newest = self._log.newest()
+        if newest is None:
+            raise ObjectMissing(
+                f"{self._store.url} has no version yet", hint="wait for the publisher's first anchor"
+            )
+        return newest
+
+
+async def name_weights(stream: Stream, engine: Engine) -> str:
+    """Digest what is live, and say which version it is."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return await stream.name((await engine.state(stream.catalog)).digests)
+        except EngineChanged:  # the daemon has just applied a version
+            if not left:
+                raise
+    raise AssertionError("the last try raises")
