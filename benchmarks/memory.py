@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from chunkstore.open import StoreConfig
+from deltasync.commands._daemon import return_freed_memory
 from manifest.keys import manifest_key
 from publisher.publisher import Publisher
 from subscriber.config import SubscriberConfig
@@ -157,6 +158,7 @@ def train_and_publish(config: Facts, shape: Shape, versions: int, watched: int |
 
 def follow(store: Path, later: Path, state: Path, shape: Shape, versions: int) -> list[Facts]:
     """A rollout worker that loads the anchor, then each version, whose manifests come from `later`."""
+    return_freed_memory()  # as `deltasync subscriber run` does
     engine, watch = TorchEngine(shape.model(torch.bfloat16)), Watch()
     settings = SubscriberConfig(
         store=StoreConfig(url=str(store)), state_dir=state, http=None, poll_interval=0.1

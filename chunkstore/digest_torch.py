@@ -4,6 +4,7 @@ Plain int64 arithmetic, which wraps as uint64 does; temporaries are bounded what
 Functions take tensors of any dtype and read their bits; a tensor that is not contiguous is copied.
 """
 
+import threading
 from typing import Final
 
 import numpy as np
@@ -11,11 +12,22 @@ import torch
 
 from chunkstore.digest import ROW, ROW_BITS, U64, Coefficients, lanes_per_element, row_pieces
 
-_CPU_ROWS: Final = 128  # rows per temporary: 4 MiB of int64, about what two cores' caches hold
+_CPU_ROWS: Final = 32  # rows per temporary: 1 MiB of int64, which a core's cache holds
 _DEVICE_ROWS: Final = 1 << 12  # 128 MiB of int64: enough to fill a large device
 _PIECE: Final = 1 << 16  # scattered lanes per temporary on the CPU
 _DEVICE_PIECE: Final = 1 << 22
 _MASK: Final = (1 << 64) - 1
+
+
+class _Scratch(threading.local):
+    """A thread's temporary on the CPU: a fresh one for each use would leave holes between what others allocate."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):  # or it could not be written outside that mode later
+            self.rows = torch.empty(_CPU_ROWS * ROW, dtype=torch.int64, device="cpu")
+
+
+_SCRATCH: Final = _Scratch()
 
 
 def digest(name: str, bits: torch.Tensor, start: int = 0) -> int:
@@ -75,7 +87,11 @@ def _row_digests(coefficients: Coefficients, bits: torch.Tensor, start: int) -> 
     done = 0
     max_rows = _CPU_ROWS if bits.device.type == "cpu" else _DEVICE_ROWS
     for row, column, rows, width in row_pieces(first, len(lanes), max_rows):
-        block = lanes[done : done + rows * width].view(rows, width).to(torch.int64)
+        lane_rows = lanes[done : done + rows * width].view(rows, width)
+        if bits.device.type == "cpu":
+            block = _SCRATCH.rows[: rows * width].view(rows, width).copy_(lane_rows)
+        else:
+            block = lane_rows.to(torch.int64)
         block *= c[column : column + width]
         torch.sum(block, dim=1, out=sums[row - first_row : row - first_row + rows])
         done += rows * width

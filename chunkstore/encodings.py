@@ -7,7 +7,7 @@ A stream of no bytes is stored as a frame of length 0; every other frame declare
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -136,11 +136,11 @@ def _encoded(section: Section, encoding: Encoding, frames: Frames, r: int = 0) -
     return EncodedSection(info, frames)
 
 
-def _compress(streams: Sequence[Buffer]) -> Frames:
+def _compress(streams: Iterable[Buffer]) -> Frames:
     return tuple(_ZSTD.compressor.compress(s) if len(s) else b"" for s in streams)
 
 
-def _compress_below(streams: Sequence[Buffer], limit: int | None) -> Frames | None:
+def _compress_below(streams: Iterable[Buffer], limit: int | None) -> Frames | None:
     """All frames, or None as soon as they have more than `limit` bytes together."""
     frames: Frames = ()
     for stream in streams:
@@ -188,9 +188,10 @@ def _join_planes(planes: Sequence[Buffer], count: int, dtype: np.dtype[Any], whe
     return values
 
 
-def _planes(values: Bits) -> list[Buffer]:
+def _planes(values: Bits) -> Iterator[Buffer]:
     octets = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
-    return [octets[:, j].tobytes() for j in range(values.itemsize)]
+    for j in range(values.itemsize):  # one at a time, to be compressed before the next one is made
+        yield octets[:, j].tobytes()
 
 
 def _decompress(frame: Buffer, size: int, where: str) -> bytes:

@@ -3,9 +3,11 @@
 Runs while the trainer is held: it reads the live tensor once.
 """
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,14 +15,19 @@ import torch
 from chunkstore.codec import WINDOW, Section
 from chunkstore.digest_torch import block_digests
 from chunkstore.dtypes import Bits, bits_dtype
+from chunkstore.torch_dtypes import BIT_DTYPES
 from publisher.capture import CaptureStats, capture_snapshot
 from publisher.changes import BLOCK, Bits16, ChangeSet, Digests, Flags, Offsets
 from publisher.find import element_weights
 from publisher.proof import block_sums
-from publisher.shard import Shard, Source
+from publisher.shard import PIECE, Shard, Source, part
 
 _WHOLE_WINDOW = 1 / 3
 """Stored fraction of a window above which it is sent whole: it would be about as large, and simpler to apply."""
+
+_OWN_PAGES: Final = 1 << 20
+"""Bytes from which values get pages of their own, which return to the system with them: chunks end out of order on
+other threads, and the holes that this leaves in a heap grow with the model."""
 
 
 @dataclass
@@ -61,17 +68,16 @@ def take(shard: Shard, committed: int | None, stats: CaptureStats) -> Sealed:
 def sections(sealed: Sealed, stats: CaptureStats) -> Iterator[Section]:
     """Yield what to send, window by window; afterwards the shard's changes start anew from the bits read here."""
     shard = sealed.shard
-    for start in range(0, shard.spec.numel, WINDOW):
-        yield from _window(sealed, start, min(start + WINDOW, shard.spec.numel), stats)
+    for start, bits in _windows(shard):
+        yield from _window(sealed, start, bits, stats)
     shard.changes = ChangeSet.empty(sealed.digests)
 
 
 def whole_sections(shard: Shard) -> Iterator[Section]:
     """The live tensor, whole, for an anchor."""
     spec = shard.spec
-    for start in range(0, spec.numel, WINDOW):
-        stop = min(start + WINDOW, spec.numel)
-        yield Section(shard.id, spec.dtype, start, stop, None, _values(shard, _read(shard, start, stop)))
+    for start, bits in _windows(shard):
+        yield Section(shard.id, spec.dtype, start, start + len(bits), None, _values(shard, bits))
 
 
 def restore(sealed: Sealed) -> None:
@@ -79,10 +85,22 @@ def restore(sealed: Sealed) -> None:
     sealed.shard.changes = sealed.changes.before(sealed.shard.changes)
 
 
-def _window(sealed: Sealed, start: int, stop: int, stats: CaptureStats) -> Iterator[Section]:
+def _windows(shard: Shard) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first flat index, inference bits) of each window; the bits are overwritten by the next one's."""
+    numel = shard.spec.numel
+    values = torch.empty(min(WINDOW, numel), dtype=shard.wire, device=shard.tensor.device)
+    for start in range(0, numel, WINDOW):
+        window = values[: min(WINDOW, numel - start)]
+        for at in range(0, len(window), PIECE):
+            piece = window[at : at + PIECE]
+            piece.copy_(part(shard.tensor, start + at, start + at + len(piece)))
+        yield start, window.view(BIT_DTYPES[shard.spec.width])
+
+
+def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats) -> Iterator[Section]:
     shard, changes = sealed.shard, sealed.changes
+    stop = start + len(bits)
     blocks = slice(start // BLOCK, -(-stop // BLOCK))
-    bits = _read(shard, start, stop)
     now = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
     sealed.digests[blocks] = now
     edited = (
@@ -104,15 +122,15 @@ def _window(sealed: Sealed, start: int, stop: int, stats: CaptureStats) -> Itera
     yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep], old[keep])
 
 
-def _read(shard: Shard, start: int, stop: int) -> torch.Tensor:
-    parts = [bits for _, bits in shard.pieces(start, stop)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _values(shard: Shard, bits: torch.Tensor) -> Bits:
-    # A copy: without a cast these are the trainer's own live bytes, which the next step overwrites.
-    values: Bits = bits.cpu().numpy().view(bits_dtype(shard.spec.dtype)).copy()
-    return values
+    values: Bits = bits.cpu().numpy().view(bits_dtype(shard.spec.dtype))
+    if values.nbytes < _OWN_PAGES:
+        return values.copy()
+    own: Bits = np.frombuffer(
+        mmap.mmap(-1, values.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), values.dtype
+    )
+    own[:] = values
+    return own
 
 
 def _cut(

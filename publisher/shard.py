@@ -70,11 +70,10 @@ class Shard:
         """The inference bits of a `part` of the live tensor, as signed integers of the wire's width."""
         return values.to(self.wire).contiguous().view(BIT_DTYPES[self.spec.width])
 
-    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first flat index, inference bits) of consecutive parts of at most PIECE elements."""
-        end = self.spec.numel if stop is None else stop
-        for at in range(start, end, PIECE):
-            yield at, self.bits(part(self.tensor, at, min(at + PIECE, end)))
+        for at in range(0, self.spec.numel, PIECE):
+            yield at, self.bits(part(self.tensor, at, min(at + PIECE, self.spec.numel)))
 
     def forget(self) -> None:
         """Changes since the base are not known: what differs by digest goes whole, what does not has not changed."""

@@ -1,5 +1,6 @@
 """What the two daemons share: the log's form, and loading what a config names as `module:function`."""
 
+import ctypes
 import importlib
 import logging
 import os
@@ -7,9 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from chunkstore.errors import ConfigError, DeltasyncError
+
+_M_MMAP_THRESHOLD: Final = -3  # malloc.h
+
+
+def return_freed_memory() -> None:
+    """Let malloc return blocks of a MiB and more to the system as soon as they are freed; for processes of our own.
+
+    By default glibc keeps them, and between chunks that end out of order it keeps a few hundred MiB of holes. Elsewhere
+    nothing happens.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def log_to_stderr(level: str) -> None:

@@ -21,9 +21,10 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from chunkstore.config import load_config
-    from deltasync.commands._daemon import log_to_stderr
+    from deltasync.commands._daemon import log_to_stderr, return_freed_memory
     from publisher.config import PublisherConfig
     from publisher.service import run_publisher
 
     log_to_stderr(args.log_level)
+    return_freed_memory()
     return run_publisher(load_config(args.config, PublisherConfig))

@@ -1,5 +1,6 @@
 """The digest against its definition, in numpy and in torch."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,18 @@ def test_names_positions_and_zero() -> None:
     assert dt.digest("a", torch.tensor([7]).expand(5)) == dn.digest("a", np.full(5, 7, np.uint64))
     assert dt.digest("a", torch.tensor(True)) == oracle("a", {0: 1}, 1)
     assert dt.block_digests(Coefficients.of("a"), torch.empty(0, dtype=torch.bfloat16)).tolist() == []
+
+
+def test_a_thread_may_begin_in_inference_mode() -> None:
+    bits = torch.arange(5000, dtype=torch.int16)
+
+    def twice() -> list[int]:
+        with torch.inference_mode():
+            first = dt.digest("a", bits)
+        return [first, dt.digest("a", bits)]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(twice).result() == [dt.digest("a", bits)] * 2
 
 
 def test_lengths_must_agree() -> None:
