@@ -67,7 +67,7 @@ def measure(elements: int, lr: float) -> dict[str, Any]:
     assert record.v is not None
     arrays = [x.numpy() for x in (shard.tensor, record.m, record.v)]
     target = np.empty_like(arrays[0])
-    shard.changes = ChangeSet.empty(shard.kept)
+    shard.changes = ChangeSet.empty()
     run(shard, record, find_compiled)  # compile
     read = best_seconds(lambda: [float(x.view(np.int64).max()) for x in arrays])
     copy = best_seconds(lambda: [np.add(x, 0, out=target) for x in arrays])

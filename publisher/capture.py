@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from publisher.changes import BLOCK, Bits16, Offsets
+from chunkstore.digest_torch import block_digests
+from publisher.changes import BLOCK, Bits16, Digests, Offsets
 from publisher.find import Found, find, find_copied
 from publisher.optimizers import StepRecord, fits
 from publisher.shard import PIECE, Shard, Source
@@ -82,16 +83,15 @@ def capture_snapshot(shard: Shard) -> None:
     """Compare the live bits with the kept copy, exactly; call it at publish."""
     snapshot = shard.snapshot
     assert snapshot is not None
-    offsets, old = [], []
+    found = _Changed()
     for start, bits in shard.pieces():
         kept = snapshot[start : start + len(bits)]
         local = (bits != kept).nonzero().flatten()
-        offsets.append((local + start).cpu().numpy())
-        old.append(kept[local].cpu().numpy().view(np.uint16))
+        digests = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
+        old = kept[local].cpu().numpy().view(np.uint16)
+        found.add(shard, start, digests, (local + start).cpu().numpy(), old)
         kept.copy_(bits)
-    if offsets:
-        shard.changes.add(np.concatenate(offsets), np.concatenate(old))
-    shard.kept = shard.digests()
+    found.hand_over(shard)
 
 
 def _submit(threads: Executor, shard: Shard, find_part: _Find, start: int) -> Callable[[], Found]:
@@ -103,37 +103,57 @@ def _submit(threads: Executor, shard: Shard, find_part: _Find, start: int) -> Ca
 
 
 @dataclass
+class _Changed:
+    """What one pass over a shard has found so far: it becomes the shard's all at once."""
+
+    blocks: list[Offsets] = field(default_factory=list)
+    digests: list[Digests] = field(default_factory=list)
+    offsets: list[Offsets] = field(default_factory=list)
+    old: list[Bits16] = field(default_factory=list)
+
+    def add(self, shard: Shard, start: int, digests: Digests, offsets: Offsets, old: Bits16) -> None:
+        first = start // BLOCK
+        moved = shard.moved(first, digests)
+        self.blocks.append(moved)
+        self.digests.append(digests[moved - first])
+        self.offsets.append(offsets)
+        self.old.append(old)
+
+    def hand_over(self, shard: Shard) -> None:
+        if self.blocks:
+            shard.move(np.concatenate(self.blocks), np.concatenate(self.digests))
+            shard.changes.add(np.concatenate(self.offsets), np.concatenate(self.old))
+
+
+@dataclass
 class _Capture:
     """One shard's step while its pieces come in, in order of `starts`; complete after the last one."""
 
     shard: Shard
     stats: CaptureStats
     starts: range
-    offsets: list[Offsets] = field(default_factory=list)
-    old: list[Bits16] = field(default_factory=list)
+    changed: _Changed = field(default_factory=_Changed)
     unproved: list[Offsets] = field(default_factory=list)  # blocks
 
     def absorb(self, found: Found) -> None:
         shard = self.shard
-        blocks = slice(found.start // BLOCK, found.start // BLOCK + len(found.digests))
         proved = found.prove(shard.coefficients)
         keep = proved[found.block] & (found.old != found.new)
-        self.offsets.append(found.local[keep] + found.start)
-        self.old.append(found.old[keep])
-        self.unproved.append(np.flatnonzero(~proved) + blocks.start)
+        self.changed.add(shard, found.start, found.digests, found.local[keep] + found.start, found.old[keep])
+        self.unproved.append(np.flatnonzero(~proved) + found.start // BLOCK)
         self.stats.ambiguous += int(np.count_nonzero(keep & found.uncertain))
-        shard.kept[blocks] = found.digests
         if found.start == self.starts[-1]:
             self._complete()
 
     def _complete(self) -> None:
         whole = np.concatenate(self.unproved)
-        self.shard.changes.add(np.concatenate(self.offsets), np.concatenate(self.old))
-        self.shard.changes.add_whole(whole)
+        before = self.shard.kept[whole]
+        self.changed.hand_over(self.shard)
+        self.shard.changes.add_whole(whole, before)
         self.stats.unproved_blocks += len(whole)
 
 
 def _give_up(shard: Shard, stats: CaptureStats) -> None:
     stats.unproved_blocks += len(shard.kept)
-    shard.changes.add_whole(np.arange(len(shard.kept)))
+    shard.send_whole()
     shard.kept = shard.digests()

@@ -226,8 +226,8 @@ def _growth(weights: Terms, bits: Bits16, instead_of: Bits16) -> int:
 
 
 def _history(shard: Shard, start: int, stop: int) -> tuple[Digests, Flags]:
-    blocks = slice(start // BLOCK, -(-stop // BLOCK))
-    return shard.kept[blocks], shard.changes.whole[blocks]
+    kept = shard.kept[start // BLOCK : -(-stop // BLOCK)]
+    return kept, shard.changes.is_whole(start // BLOCK, len(kept))
 
 
 def _difference(a: Bits16, b: Bits16) -> Terms:

@@ -5,7 +5,7 @@ Runs while the trainer is held: it reads the live tensor once.
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -17,7 +17,7 @@ from chunkstore.digest_torch import block_digests
 from chunkstore.dtypes import Bits, bits_dtype
 from chunkstore.torch_dtypes import BIT_DTYPES
 from publisher.capture import CaptureStats, capture_snapshot
-from publisher.changes import BLOCK, Bits16, ChangeSet, Digests, Flags, Offsets
+from publisher.changes import BLOCK, Bits16, ChangeSet, Flags, Offsets
 from publisher.find import element_weights
 from publisher.proof import block_sums
 from publisher.shard import PIECE, Shard, Source, part
@@ -34,21 +34,13 @@ other threads, and the holes that this leaves in a heap grow with the model."""
 class Sealed:
     """One shard's part of a version.
 
-    `changes`: what was taken from the shard, to be merged back if the commit fails. `digests`: block digests of the
-    bits that are being published. `sections` is consumed once; the other fields are complete when it is exhausted.
+    `changes`: what was taken from the shard, to be merged back if the commit fails. `digest`: the tensor's, of the bits
+    that are being published. `sections` is consumed once; these are complete when it is exhausted.
     """
 
     shard: Shard
     changes: ChangeSet
-    digests: Digests = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.digests = np.zeros(len(self.changes.whole), np.uint64)
-
-    @property
-    def digest(self) -> int:
-        """The tensor's digest."""
-        return int(self.digests.sum(dtype=np.uint64))
+    digest: int = 0
 
 
 def take(shard: Shard, committed: int | None, stats: CaptureStats) -> Sealed:
@@ -58,11 +50,11 @@ def take(shard: Shard, committed: int | None, stats: CaptureStats) -> Sealed:
     """
     if shard.source is Source.SNAPSHOT:
         capture_snapshot(shard)
-    changes = shard.changes
-    if int(changes.base.sum(dtype=np.uint64)) != committed:
-        stats.unproved_blocks += int(np.count_nonzero(~changes.whole)) if committed is not None else 0
-        changes.add_whole(np.arange(len(changes.whole)))
-    return Sealed(shard, changes)
+    if shard.base_digest != committed:
+        known = len(shard.kept) - len(shard.changes.whole_blocks)
+        stats.unproved_blocks += known if committed is not None else 0
+        shard.send_whole()
+    return Sealed(shard, shard.changes)
 
 
 def sections(sealed: Sealed, stats: CaptureStats) -> Iterator[Section]:
@@ -70,7 +62,8 @@ def sections(sealed: Sealed, stats: CaptureStats) -> Iterator[Section]:
     shard = sealed.shard
     for start, bits in _windows(shard):
         yield from _window(sealed, start, bits, stats)
-    shard.changes = ChangeSet.empty(sealed.digests)
+    sealed.digest = shard.kept_digest
+    shard.changes = ChangeSet.empty()
 
 
 def whole_sections(shard: Shard) -> Iterator[Section]:
@@ -99,25 +92,26 @@ def _windows(shard: Shard) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats) -> Iterator[Section]:
     shard, changes = sealed.shard, sealed.changes
-    stop = start + len(bits)
-    blocks = slice(start // BLOCK, -(-stop // BLOCK))
+    stop, block = start + len(bits), start // BLOCK
     now = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
-    sealed.digests[blocks] = now
-    edited = (
-        now != shard.kept[blocks]
-    )  # after the last hook: an EMA swap, a clamp, a reload, a buffer's update
-    shard.kept[blocks] = now
+    base = changes.base_digests(block, shard.kept[block : block + len(now)])
+    edited = shard.moved(block, now)  # after the last hook: an EMA swap, a clamp, a reload, a buffer's update
+    shard.move(edited, now[edited - block])
     first, last = np.searchsorted(changes.offsets, [start, stop])
     offsets, old = changes.offsets[first:last], changes.old[first:last]
     at = torch.from_numpy(offsets - start).to(bits.device)
     new = bits[at].cpu().numpy().view(np.uint16) if len(offsets) else np.empty(0, np.uint16)
     terms = element_weights(shard.coefficients, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
-    sums = changes.base[blocks] + block_sums(terms, (offsets - start) // BLOCK, len(now))
-    wrong = (edited | (sums != now)) & ~changes.whole[blocks]
+    sums = base + block_sums(terms, (offsets - start) // BLOCK, len(now))
+    whole = changes.is_whole(block, len(now))
+    wrong = sums != now
+    wrong[edited - block] = True
+    wrong &= ~whole
     if shard.source in (Source.COPY, Source.INVERSION):
         stats.unproved_blocks += int(np.count_nonzero(wrong))
-    whole = changes.whole[blocks] | wrong
-    changes.whole[blocks] = whole  # should the commit fail, these blocks stay whole
+    if wrong.any():  # should the commit fail, these blocks stay whole
+        changes.add_whole(block + np.flatnonzero(wrong), base[wrong])
+    whole |= wrong
     keep = (new != old) & ~whole[(offsets - start) // BLOCK]
     yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep], old[keep])
 

@@ -11,7 +11,7 @@ from chunkstore.digest import Coefficients
 from chunkstore.digest_torch import block_digests
 from chunkstore.torch_dtypes import BIT_DTYPES, TORCH_DTYPES
 from manifest.catalog import TensorSpec
-from publisher.changes import BLOCK, ChangeSet, Digests, block_count
+from publisher.changes import BLOCK, ChangeSet, Digests, Offsets, block_count
 
 PIECE = 64 * BLOCK
 """Elements handled at a time: temporaries of a few MB each, whatever the size of the tensor."""
@@ -47,7 +47,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.kept = self.digests()
-        self.changes = ChangeSet.empty(self.kept)
+        self.changes = ChangeSet.empty()
         if self.source is Source.SNAPSHOT:
             self.snapshot = torch.empty(self.spec.numel, dtype=torch.int16, device=self.tensor.device)
             for start, bits in self.pieces():
@@ -66,6 +66,27 @@ class Shard:
         """The tensor's digest after the last step seen."""
         return int(self.kept.sum(dtype=np.uint64))
 
+    @property
+    def base_digest(self) -> int:
+        """The tensor's digest in the base."""
+        changes = self.changes
+        grown = (self.kept[changes.blocks] - changes.base).sum(dtype=np.uint64)
+        return (self.kept_digest - int(grown)) % (1 << 64)
+
+    def moved(self, first: int, digests: Digests) -> Offsets:
+        """Blocks of a run from `first` on whose digest is no longer the kept one, now that it is `digests`."""
+        moved: Offsets = np.flatnonzero(digests != self.kept[first : first + len(digests)]) + first
+        return moved
+
+    def move(self, blocks: Offsets, digests: Digests) -> None:
+        """`blocks`, strictly increasing, have these digests after the step."""
+        self.changes.note(blocks, self.kept[blocks])
+        self.kept[blocks] = digests
+
+    def send_whole(self) -> None:
+        """Every block is to be sent."""
+        self.changes.add_whole(np.arange(len(self.kept)), self.kept)
+
     def bits(self, values: torch.Tensor) -> torch.Tensor:
         """The inference bits of a `part` of the live tensor, as signed integers of the wire's width."""
         return values.to(self.wire).contiguous().view(BIT_DTYPES[self.spec.width])
@@ -77,8 +98,8 @@ class Shard:
 
     def forget(self) -> None:
         """Changes since the base are not known: what differs by digest goes whole, what does not has not changed."""
-        self.kept = self.changes.base.copy()
-        self.changes = ChangeSet.empty(self.kept)
+        self.kept[self.changes.blocks] = self.changes.base
+        self.changes = ChangeSet.empty()
 
     def digests(self) -> Digests:
         """Block digests of the current bits: one read of the tensor."""

@@ -177,7 +177,7 @@ class StreamWriter:
         differs = 0
         for shard, committed in zip(self.shards, base.digest_array.tolist(), strict=True):
             if shard.kept_digest != committed:
-                shard.changes.whole[:] = True
+                shard.send_whole()
                 differs += 1
         log.info(
             "took the stream over at version %d, epoch %d; %d tensors differ",

@@ -163,7 +163,7 @@ class Tally:
 
     def add(self, shard: Shard, record: StepRecord, old: torch.Tensor) -> None:
         """Count one step. `old`: int16 bits before it, flat; `shard.kept` holds their digests."""
-        shard.changes = ChangeSet.empty(shard.kept)  # no block is to be skipped
+        shard.changes = ChangeSet.empty()  # no block is to be skipped
         digests = []
         for start in range(0, shard.spec.numel, PIECE):
             stop = min(start + PIECE, shard.spec.numel)
