@@ -1,6 +1,7 @@
 """What one piece of a parameter looks like after a step, and the proof that nothing in it was missed (DESIGN §4)."""
 
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +16,25 @@ from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
 from publisher.inversion import Hyper, bits16, reconstruct
 from publisher.optimizers import StepRecord
 from publisher.proof import Terms, block_sums, find_flips
-from publisher.shard import Shard, Source, part
+from publisher.shard import PIECE, Shard, Source, part
 
 _ROWS = BLOCK >> 12
+
+
+class _Scratch(threading.local):
+    """A thread's room for what the kernels find, kept from piece to piece: fresh pages cost a tenth of the time."""
+
+    def __init__(self) -> None:
+        self._local, self._bits = np.empty(PIECE + 1, np.int64), np.empty((4, PIECE + 1), np.uint16)
+
+    def room(self, count: int) -> tuple[Offsets, Bits16]:
+        """For `count` elements: int64 offsets, and uint16 bits of shape [4, at least `count`]."""
+        if count > len(self._local):
+            return np.empty(count, np.int64), np.empty((4, count), np.uint16)
+        return self._local, self._bits
+
+
+_SCRATCH = _Scratch()
 
 
 @dataclass
@@ -144,7 +161,7 @@ def compare_compiled(shard: Shard, new: torch.Tensor, old: torch.Tensor, start: 
     """The same by the compiled kernel."""
     kept, skip = _history(shard, start, start + len(new))
     now, base = (bits.numpy().view(np.uint16) for bits in (new, old))
-    digests, missing, local = np.empty_like(kept), np.empty_like(kept), np.empty(len(now), np.int64)
+    digests, missing, (local, _) = np.empty_like(kept), np.empty_like(kept), _SCRATCH.room(len(now))
     rows = shard.coefficients.a_run(start >> 12, len(kept) * _ROWS)
     count = kernel.compare(now, base, kept, skip, rows, shard.coefficients.c, digests, missing, local)
     local = local[:count].copy()
@@ -182,8 +199,7 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
     kept, skip = _history(shard, start, stop)
     hyper, coefficients = record.hyper, shard.coefficients
     digests, missing = np.empty_like(kept), np.empty_like(kept)
-    room = stop - start + 1  # one more than can be found: the last candidate is written before it is judged
-    local, bits = np.empty(room, np.int64), np.empty((4, room), np.uint16)
+    local, bits = _SCRATCH.room(stop - start + 1)  # the last candidate is written before it is judged
     count = kernel.scan(
         theta, m, v, kept, skip,
         coefficients.a_run(start >> 12, len(kept) * _ROWS), coefficients.c,

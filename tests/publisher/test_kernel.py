@@ -88,6 +88,36 @@ def test_same_on_any_bit_patterns(numel: int, seed: int, exponent: int) -> None:
         assert np.array_equal(getattr(found, field), getattr(expected, field)), field
 
 
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(-40, 10),
+    st.integers(-44, 38),
+    st.sampled_from([0.0, 1e-15, 1e-8, 1.0]),
+)
+@settings(deadline=None, max_examples=60)
+def test_same_with_moments_of_any_size(seed: int, m_exponent: int, v_exponent: int, eps: float) -> None:
+    """Squares that under- and overflow, zeros, signs of all kinds: what the wide pass may not be fooled by."""
+    numel = 40_000
+    it = _stepped(numel, lr=1e-4, weight_decay=0.01, eps=eps)
+    rng = np.random.default_rng(seed)
+    state = it.optimizer.state[it.parameter]
+    spread = torch.from_numpy(10.0 ** rng.uniform(-6, 0, numel)).float()
+    state["exp_avg"].copy_(torch.randn(numel, generator=it.generator) * spread * 10.0**m_exponent)
+    state["exp_avg_sq"].copy_(spread.square().double() * 10.0**v_exponent)
+    for moment in state["exp_avg"], state["exp_avg_sq"]:
+        moment[torch.from_numpy(rng.random(numel) < 0.1)] = 0.0
+    found, expected = (
+        find_compiled(it.shard, _record(it), 0, numel),
+        find_reference(it.shard, _record(it), 0, numel),
+    )
+    if found is None:
+        u = state["exp_avg"].abs() / (state["exp_avg_sq"].sqrt() + eps)
+        assert not u.max() < 1e30
+        return
+    for field in FIELDS:
+        assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+
+
 def test_declines_what_is_not_finite() -> None:
     it = _stepped(50_000, lr=1e-5)
     with torch.no_grad():
@@ -96,6 +126,23 @@ def test_declines_what_is_not_finite() -> None:
     it = _stepped(50_000, lr=1e-5)
     it.optimizer.state[it.parameter]["exp_avg"][49_999] = float("inf")
     assert find_compiled(it.shard, _record(it), 0, 50_000) is None
+    it = _stepped(50_000, lr=1e-5)
+    it.optimizer.state[it.parameter]["exp_avg"][49_999] = 0.0
+    it.optimizer.state[it.parameter]["exp_avg_sq"][49_999] = -1e-30
+    assert find_compiled(it.shard, _record(it), 0, 50_000) is None
+
+
+def test_same_where_the_second_moment_overflows_without_its_bias() -> None:
+    it = _stepped(50_000, lr=1e-4)
+    state = it.optimizer.state[it.parameter]
+    state["exp_avg"].copy_(torch.randn(50_000, generator=it.generator) * 5e18)
+    state["exp_avg_sq"].fill_(1e37)
+    found = find_compiled(it.shard, _record(it), 0, 50_000)
+    expected = find_reference(it.shard, _record(it), 0, 50_000)
+    assert found is not None
+    assert len(expected.local) > 1000
+    for field in FIELDS:
+        assert np.array_equal(getattr(found, field), getattr(expected, field)), field
 
 
 @given(
