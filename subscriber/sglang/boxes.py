@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from chunkstore.dtypes import WIDTH
+from chunkstore.regions import Indices, Region, count_below, nested, offsets, overlaps, run_rows
 from manifest.catalog import MAX_TENSORS, Catalog
 from subscriber.errors import EngineMismatch, name_offenders
-from subscriber.sglang.regions import Indices, Region, count_below, nested, offsets, overlaps, run_rows
 
 MAP_FORMAT: Final = 1
 MAX_BOXES: Final = 1 << 22

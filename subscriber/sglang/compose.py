@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
+from chunkstore.regions import nested
 from subscriber.sglang.boxes import Box
-from subscriber.sglang.regions import nested
 
 ZEROS: Final = -1
 """The tensor number of pieces that hold zeros instead of canonical elements."""

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from chunkstore.regions import Indices, Region, runs
 from subscriber.errors import EngineMismatch, name_offenders
 from subscriber.sglang.boxes import Box, BoxMap, locate
 from subscriber.sglang.memories import Memories
-from subscriber.sglang.regions import Indices, Region, runs
 from subscriber.sglang.trace import Fill
 
 Counts = npt.NDArray[np.uint8]

@@ -15,10 +15,10 @@ import numpy as np
 
 from chunkstore.codec import WINDOW
 from chunkstore.dtypes import Bits, bits_dtype
+from chunkstore.regions import Indices
 from manifest.merge import Update
 from subscriber.errors import VerificationFailed
 from subscriber.sglang.boxes import Box, BoxMap, Layout, locate, runs
-from subscriber.sglang.regions import Indices
 from subscriber.sglang.wire import ArrayWriter, Order, Piece, RankFiles
 from subscriber.staging import StagedUpdate
 from subscriber.threads import Check

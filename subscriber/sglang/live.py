@@ -9,10 +9,10 @@ from torch import nn
 
 from chunkstore import digest_torch
 from chunkstore.dtypes import BITS, Bits
+from chunkstore.regions import Indices
 from chunkstore.torch_dtypes import BIT_DTYPES
 from subscriber.errors import EngineChanged
 from subscriber.sglang.boxes import Box, BoxMap
-from subscriber.sglang.regions import Indices
 from subscriber.sglang.wire import Piece
 
 _PART: Final = 1 << 18  # elements per temporary where a box has to be read row by row

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from chunkstore.regions import Region, disjoint
 from chunkstore.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from manifest.catalog import Catalog
 from subscriber.errors import EngineMismatch, name_offenders
@@ -20,7 +21,6 @@ from subscriber.sglang.boxes import Box, BoxMap
 from subscriber.sglang.compose import ZEROS
 from subscriber.sglang.guard import Guard, Snapshot, inline_jobs
 from subscriber.sglang.memories import Memories
-from subscriber.sglang.regions import Region, disjoint
 from subscriber.sglang.standin import StandIn, all_zeros, moved
 
 aten = torch.ops.aten

@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from chunkstore.codec import WINDOW
 from chunkstore.dtypes import WIDTH, Bits, bits_dtype
+from chunkstore.regions import Indices
 from subscriber.errors import StagedLost
 from subscriber.sglang.boxes import Memory
-from subscriber.sglang.regions import Indices
 
 PROTOCOL: Final = 1
 PREFIX: Final = "deltasync:"

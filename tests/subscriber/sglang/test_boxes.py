@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkstore.regions import Indices, Region, contains, disjoint, overlaps
+from chunkstore.regions import runs as region_runs
 from manifest.catalog import Catalog, TensorSpec
 from subscriber.errors import EngineMismatch
 from subscriber.sglang.boxes import Box, BoxMap, Layout, Memory, Place, locate, runs
-from subscriber.sglang.regions import Indices, Region, contains, disjoint, overlaps
-from subscriber.sglang.regions import runs as region_runs
 
 
 def index_tensor(shape: tuple[int, ...]) -> Indices:

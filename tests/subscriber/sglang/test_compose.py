@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkstore.regions import Indices
 from subscriber.sglang.boxes import Box
 from subscriber.sglang.compose import MAX_PARTS, ZEROS, Copy, NotBoxes, compose
-from subscriber.sglang.regions import Indices
 from tests.subscriber.sglang.test_boxes import index_tensor, start_and_strides, views
 
 

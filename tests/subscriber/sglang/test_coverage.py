@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from chunkstore.regions import Region
 from manifest.catalog import Catalog, TensorSpec
 from subscriber.errors import EngineMismatch
 from subscriber.sglang import coverage as module
 from subscriber.sglang.boxes import Box, BoxMap
 from subscriber.sglang.coverage import coverage
 from subscriber.sglang.memories import Memories
-from subscriber.sglang.regions import Region
 from subscriber.sglang.trace import Fill, trace
 
 CATALOG = Catalog.of([TensorSpec("a", "BF16", (7, 40)), TensorSpec("b", "BF16", (4,))])

@@ -11,11 +11,11 @@ from torch import nn
 
 from chunkstore import digest
 from chunkstore.dtypes import bits_dtype
+from chunkstore.regions import Region
 from chunkstore.torch_dtypes import DTYPE_NAMES
 from manifest.catalog import Catalog, TensorSpec
 from subscriber.errors import EngineMismatch
 from subscriber.sglang.coverage import coverage
-from subscriber.sglang.regions import Region
 from subscriber.sglang.trace import Fill, trace
 from tests.support.live_boxes import digests, flat_memories, write
 
