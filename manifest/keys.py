@@ -7,6 +7,8 @@ VERSIONS: Final = "versions/"
 ALTERNATES: Final = "alternates/"
 SUBSCRIBERS: Final = "subscribers/"
 CHUNKS: Final = "chunks/"
+ATTEMPTS: Final = "attempts/"
+PARTS: Final = "parts/"
 
 MAX_VERSION: Final = 10**20 - 1
 
@@ -37,6 +39,24 @@ def chunk_prefix(version: int, attempt: bytes) -> str:
 
 def chunk_key(version: int, attempt: bytes, writer: int, number: int) -> str:
     return f"{chunk_prefix(version, attempt)}{writer}-{number}.chunk"
+
+
+def attempt_prefix(version: int) -> str:
+    """What the keys of all calls for one version start with."""
+    return f"{ATTEMPTS}{version_name(version)}/"
+
+
+def attempt_key(version: int, attempt: bytes) -> str:
+    return f"{attempt_prefix(version)}{attempt.hex()}.msgpack"
+
+
+def part_prefix(version: int, attempt: bytes) -> str:
+    """What the keys of all parts of one attempt start with."""
+    return f"{PARTS}{version_name(version)}/{attempt.hex()}/"
+
+
+def part_key(version: int, attempt: bytes, writer: int) -> str:
+    return f"{part_prefix(version, attempt)}{writer}.part"
 
 
 def status_key(subscriber_id: str) -> str:

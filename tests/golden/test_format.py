@@ -3,6 +3,7 @@
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any, get_args
 
 import blake3
 import numpy as np
@@ -19,6 +20,7 @@ from chunkstore.codec import ChunkReader, Encoding, Section, encode_section, pac
 from chunkstore.dtypes import SPARSE, WIDTH, bits_dtype
 from chunkstore.rice import decode_offsets
 from manifest.catalog import Catalog, TensorSpec, root_digest
+from manifest.parts import Call, CallKind, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, Manifest, SectionRef, Stats
 from subscriber.status import SubscriberStatus
 
@@ -111,6 +113,46 @@ def test_every_field_is_documented_in_wire_order() -> None:
     models: list[type[BaseModel]] = [Manifest, ChunkRef, SectionRef, Stats]
     for model, table in zip(models, tables("Manifest"), strict=True):
         assert [code(row["field"]) for row in table] == list(model.model_fields)
+
+
+def test_every_field_of_calls_and_parts_is_documented_in_wire_order() -> None:
+    fields, kinds = tables("Call")
+    assert [code(row["field"]) for row in fields] == list(Call.model_fields)
+    assert {kind for row in kinds for kind in codes(row["kind"])} == set(get_args(CallKind))
+    models: list[type[BaseModel]] = [Part, ShardRef]
+    for model, table in zip(models, tables("Part"), strict=True):
+        assert [code(row["field"]) for row in table] == list(model.model_fields)
+
+
+def run_of(first: int, length: int) -> bytes:
+    return bytes(range(first, first + length))
+
+
+def test_calls_and_parts() -> None:
+    layout = layout_hash(run_of(0, 32), 2, "run-1")
+    assert [code(row["hash"]) for row in tables("Calls and parts")[0]] == [layout.hex()]
+    common: dict[str, Any] = {
+        "stream": run_of(0, 16), "version": 7, "attempt": run_of(16, 16), "base": run_of(32, 32), "layout": layout
+    }  # fmt: skip
+    call = Call(**common, number=3, kind="version", train_step=40, whole=[], reason="")
+    why = "writer 1 is missing"
+    over = Call(**common, number=4, kind="abandoned", train_step=None, whole=[0, 2], reason=why)
+    section = SectionRef(tensor=0, start=5, stop=9, whole=False, changed=2)
+    key = f"chunks/{7:020}/{run_of(16, 16).hex()}/1-0.chunk"
+    part = Part(
+        **common,
+        writer=1,
+        train_step=40,
+        shards=[
+            ShardRef(tensor=0, start=5, size=[4], stride=[1], base=1 << 63, digest=0xE54892EDFF528CD3),
+            ShardRef(tensor=2, start=8, size=[2, 3], stride=[12, 1], base=7, digest=7),
+        ],
+        chunks=[ChunkRef(key=key, nbytes=100, hash=run_of(64, 32), sections=[section])],
+        stats=Stats(elements=10, changed=2),
+    )
+    for name, record in (("call", call), ("call abandoned", over), ("part", part)):
+        assert record.data == dump(name)
+        assert type(record).from_bytes(dump(name), name=name) == record
 
 
 def test_documented_status_fields_exist() -> None:
