@@ -58,8 +58,10 @@ class _StepFailed(Exception):
 
 
 class Follower:
-    """`look_ahead`: seconds between looks for versions to prefetch. `newest(after)` looks for a version above `after`;
-    `renew()` publishes the status object, which is the lease.
+    """`look_ahead`: seconds between looks for versions to prefetch, and at the engine while it is not needed.
+
+    `newest(after)` looks for a version above `after`; `check()` sees that the engine is what it was left as, and raises
+    what it is not; `renew()` publishes the status object, which is the lease.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Follower:
         prefetch_bytes: int,
         look_ahead: float,
         newest: Callable[[int], Awaitable[int | None]],
+        check: Callable[[], Awaitable[None]],
         renew: Callable[[], Awaitable[None]],
     ) -> None:
         self._log = log
@@ -87,6 +90,7 @@ class Follower:
         self._prefetch_bytes = prefetch_bytes
         self._look_ahead = look_ahead
         self._newest = newest
+        self._check_engine = check
         self._renew = renew
         self._catalog: Catalog | None = None
         self._ahead: set[bytes] = set()  # chunks of later versions that were fetched early
@@ -233,7 +237,7 @@ class Follower:
         if plan.from_anchor:
             self._report.needs(plan.steps[0].version)
             await self._renew()
-        await self._timed(course, "fetch", self._fetch(plan, catalog), bytes=plan.nbytes)
+        await self._timed(course, "fetch", self._watched(self._fetch(plan, catalog)), bytes=plan.nbytes)
         crash_point("subscriber.after_fetch")
         ahead = asyncio.create_task(self._prefetch(target))
         try:
@@ -242,7 +246,7 @@ class Follower:
             staged = await self._timed(
                 course,
                 "stage",
-                in_thread(lambda check: stage(plan, catalog, base, self._spool, path, check)),
+                self._watched(in_thread(lambda check: stage(plan, catalog, base, self._spool, path, check))),
             )
             crash_point("subscriber.after_stage")
             self._report.metrics.held_bytes.set(staged.nbytes)
@@ -251,6 +255,17 @@ class Follower:
             )
         finally:
             ahead.cancel()
+
+    async def _watched(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which may take long and needs no engine, unless that is lost meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._look_ahead))[0]:
+                await self._check_engine()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _check(self, plan: Plan) -> Catalog:
         catalog: Catalog | None = None

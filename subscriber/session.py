@@ -15,7 +15,7 @@ from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
 from subscriber.engine import Engine
-from subscriber.errors import EngineChanged, EngineDrift, EngineFailed, EngineRestarted
+from subscriber.errors import EngineChanged, EngineDrift, EngineRestarted, SubscriberError
 from subscriber.follow import Follower
 from subscriber.holder import Holder
 from subscriber.identity import Identity
@@ -148,7 +148,7 @@ class Session:
         self._strays.clear()
         self._report.connected(self._boot_id, stream.id.hex())
         holder = Holder(self._engine, self._journal, self._report, stream.id, self._on_change)
-        return Follower(
+        follower = Follower(
             log,
             holder,
             self._report,
@@ -159,8 +159,10 @@ class Session:
             prefetch_bytes=self._config.prefetch_bytes,
             look_ahead=self._config.poll_interval,
             newest=self._newest,
+            check=lambda: self._check(follower),
             renew=self._renew,
         )
+        return follower
 
     async def _replaced(self, follower: Follower) -> bool:
         """Whether another stream is there by now. Then the engine is held: nothing it holds is current any more."""
@@ -232,7 +234,9 @@ class Session:
         """See that the engine is there and holds what it was left with, else nothing that it holds counts any more."""
         try:
             await self._engine.check()
-        except (EngineChanged, EngineFailed) as error:
+        except EngineRestarted:
+            raise
+        except SubscriberError as error:  # a mismatch as well: another server may have taken its place
             self._recovered = False
             follower.holder.doubt(error.message)
             if isinstance(error, EngineChanged):

@@ -1,17 +1,30 @@
 """An engine in another process: not there yet, gone for a while, restarted, written by somebody else."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from chunkstore.errors import DeltasyncError
 from chunkstore.posix import PosixStore
+from manifest.catalog import Catalog
+from manifest.schema import ChunkRef
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
-from subscriber.errors import EngineChanged, EngineFailed, EngineRestarted
-from tests.subscriber.parts import RemoteEngine, differing, make_config, running, small_weights, until
+from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, EngineRestarted
+from subscriber.spool import Share, Spool
+from tests.subscriber.parts import (
+    TIMEOUT,
+    RemoteEngine,
+    differing,
+    make_config,
+    running,
+    small_weights,
+    until,
+)
 from tests.support.streams import StreamBuilder
 
 
@@ -71,11 +84,18 @@ def test_a_life_that_ends_during_an_apply(remote: Remote, monkeypatch: pytest.Mo
         until(lambda: remote.holds(1) and remote.engine.life == 2)
 
 
-def test_an_engine_that_is_gone_for_a_while_keeps_its_version(remote: Remote) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineFailed("it is gone", hint="look at its log"),
+        EngineMismatch("it is gone, and something else answers", hint="start the right one"),
+    ],
+)
+def test_an_engine_that_is_gone_for_a_while_keeps_its_version(remote: Remote, error: DeltasyncError) -> None:
     with running(remote.subscriber):
         until(lambda: remote.holds(1))
-        remote.engine.gone = EngineFailed("timed out", hint="look at its log")
-        until(lambda: "timed out" in remote.reason() and remote.subscriber.version is None)
+        remote.engine.gone = error
+        until(lambda: "it is gone" in remote.reason() and remote.subscriber.version is None)
         remote.engine.gone = None
         until(lambda: remote.subscriber.report.ready and remote.holds(1))
     assert len(remote.applied) == 1
@@ -92,6 +112,34 @@ def test_somebody_elses_write_is_noticed_without_a_new_version(remote: Remote, h
         until(lambda: "somebody wrote" in remote.engine.held)
         until(lambda: remote.subscriber.report.ready and remote.holds(1))
     assert len(remote.applied) == (2 if harm else 1)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_an_engine_is_watched_while_its_next_version_is_fetched(
+    restarts: bool, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FIELD_REPORTS: miles#1724: a recovered engine got traffic before it was synced."""
+    original, fetching, go = Spool.fetch, threading.Event(), threading.Event()
+
+    def slow(self: Spool, ref: ChunkRef, catalog: Catalog, version: int, share: Share) -> int:
+        if version == 2:
+            fetching.set()
+            assert go.wait(TIMEOUT)
+        return original(self, ref, catalog, version, share)
+
+    monkeypatch.setattr(Spool, "fetch", slow)
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        remote.builder.train()
+        until(fetching.is_set)
+        assert remote.subscriber.report.ready
+        if restarts:
+            remote.engine.restart()
+        else:
+            remote.engine.written = EngineChanged("somebody wrote", hint="")
+        until(lambda: not remote.subscriber.report.ready)
+        go.set()
+        until(lambda: remote.holds(2) and remote.subscriber.report.ready)
 
 
 def test_once_does_not_wait_for_an_engine(tmp_path: Path) -> None:
