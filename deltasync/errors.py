@@ -29,6 +29,7 @@ from manifest.errors import (
     ForeignStream,
     LocalDiskError,
     ManifestInvalid,
+    Untrusted,
 )
 from publisher.errors import (
     CaptureLost,
@@ -94,5 +95,6 @@ __all__ = [
     "StoreUnsuitable",
     "SubscriberBusy",
     "SubscriberError",
+    "Untrusted",
     "VerificationFailed",
 ]

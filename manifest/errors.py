@@ -2,6 +2,7 @@
 
 DeltasyncError
 ├── ManifestInvalid       a manifest or catalog that does not parse or contradicts itself (reseed)
+│   └── Untrusted         not signed by a trusted key, for this stream, as it is (reseed)
 ├── ChainError            versions that do not fit together: gap, cycle, wrong parent or base (reseed)
 │   └── ForeignStream     a manifest of another stream (fatal)
 ├── CommitUnknown         it is not known whether a commit happened; nothing was forgotten (retry)
@@ -15,6 +16,10 @@ from chunkstore.errors import Action, DeltasyncError
 class ManifestInvalid(DeltasyncError):
     kind = "manifest_invalid"
     action = Action.RESEED
+
+
+class Untrusted(ManifestInvalid):
+    kind = "untrusted"
 
 
 class ChainError(DeltasyncError):

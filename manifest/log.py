@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from chunkstore.errors import CorruptObject, FormatUnsupported, ObjectMissing
 from chunkstore.store import Store
 from manifest.catalog import MAX_CATALOG_BYTES, Catalog
-from manifest.errors import ChainError, ForeignStream, ManifestInvalid
+from manifest.errors import ChainError, ForeignStream, ManifestInvalid, Untrusted
 from manifest.keys import (
     ALTERNATES,
     STREAM,
@@ -29,6 +29,7 @@ from manifest.keys import (
 from manifest.plan import alternate_refusal
 from manifest.schema import MAX_MANIFEST_BYTES, Manifest
 from manifest.settle import Patience, settle
+from manifest.signing import Signer, Trust
 
 STREAM_FORMAT: Final = 1
 MAX_STREAM_BYTES: Final = 4096
@@ -69,17 +70,23 @@ def create_or_open_stream(store: Store, patience: Patience | None = None) -> Str
         return _parse_stream(store, held)
 
 
-def open_stream(store: Store) -> StreamInfo:
+def open_stream(store: Store, trust: Trust | None = None) -> StreamInfo:
     """Open the existing stream at `store`. Raises ObjectMissing if there is none, ManifestInvalid,
-    FormatUnsupported.
+    FormatUnsupported; Untrusted if `trust` is for another stream.
     """
     try:
-        return _parse_stream(store, store.get(STREAM, limit=MAX_STREAM_BYTES))
+        stream = _parse_stream(store, store.get(STREAM, limit=MAX_STREAM_BYTES))
     except ObjectMissing as error:
         raise ObjectMissing(
             f"there is no stream at {store.url}: {STREAM} is missing",
             hint="check the URL; a publisher creates the stream when it first attaches",
         ) from error
+    if trust is not None and trust.stream not in (None, stream.id):
+        raise Untrusted(
+            f"{store.url}/{STREAM} is stream {stream.id.hex()}, only {trust.stream.hex()} is trusted",
+            hint="check the URL and `trust.stream`; if both are right, the record was replaced: see docs/security.md",
+        )
+    return stream
 
 
 def _parse_stream(store: Store, data: bytes) -> StreamInfo:
@@ -125,12 +132,35 @@ def _wrong_hash(store: Store, key: str) -> CorruptObject:
 
 
 class VersionLog:
-    """Commit, read and follow the versions of one stream."""
+    """Commit, read and follow the versions of one stream.
 
-    def __init__(self, store: Store, stream: StreamInfo, patience: Patience | None = None) -> None:
+    `trust`: every manifest that is read must satisfy it, else Untrusted is raised, a kind of ManifestInvalid.
+    `signer`: signs what is `signed` here.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        stream: StreamInfo,
+        patience: Patience | None = None,
+        *,
+        trust: Trust | None = None,
+        signer: Signer | None = None,
+    ) -> None:
         self.store = store
         self.stream = stream
+        self.trust = trust
+        self._signer = signer
         self._patience = patience or Patience()
+
+    def signed(self, manifest: Manifest) -> Manifest:
+        """`manifest` as it is to be committed, or stored as an alternate: signed, where this log has a signer."""
+        return manifest if self._signer is None else self._signer.sign(manifest)
+
+    def check_trusted(self, manifest: Manifest, name: str) -> None:
+        """Raises Untrusted, calling it `name`, unless `manifest` satisfies `trust`."""
+        if self.trust is not None:
+            self.trust.check_manifest(manifest, self.stream.id, name)
 
     def commit(self, manifest: Manifest) -> CommitOutcome:
         """Make `manifest` its version, or learn which manifest is.
@@ -222,6 +252,7 @@ class VersionLog:
     def _parse(self, key: str, data: bytes, version: int) -> Manifest:
         name = f"{self.store.url}/{key}"
         manifest = Manifest.from_bytes(data, name=name)
+        self.check_trusted(manifest, name)
         if manifest.stream != self.stream.id:
             raise self._foreign(key, manifest)
         if manifest.version != version:

@@ -117,7 +117,7 @@ class Manifest(_Wire):
     digests: bytes
     chunks: list[ChunkRef]
     stats: Stats
-    signature: bytes | None = None  # room for the signed manifests of a later format revision
+    signature: bytes | None = None  # manifest.signing; always the last field
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -162,6 +162,11 @@ class Manifest(_Wire):
         packed = msgpack.packb(self.model_dump())
         assert isinstance(packed, bytes)
         return packed
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """What a signature covers: the wire form up to the value of `signature`, the same before and after signing."""
+        return self.data[: -len(msgpack.packb(self.signature))]
 
     @cached_property
     def hash(self) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xxhash
 import zstandard
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -22,6 +23,7 @@ from chunkstore.rice import decode_offsets
 from manifest.catalog import Catalog, TensorSpec, root_digest
 from manifest.parts import Call, CallKind, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, Manifest, SectionRef, Stats
+from manifest.signing import Signer
 from subscriber.status import SubscriberStatus
 
 GOLDEN = Path(__file__).parent / "format-1"
@@ -155,6 +157,22 @@ def test_calls_and_parts() -> None:
         assert type(record).from_bytes(dump(name), name=name) == record
 
 
+def test_signatures() -> None:
+    private, private_text, public, signature = (code(row["bytes or text"]) for row in tables("Signatures")[0])
+    stored = dump("signed.manifest")
+    assert (GOLDEN / "signed.manifest").read_bytes() == stored
+    manifest = Manifest.from_bytes(stored, name="signed.manifest")
+    signer = Signer.parse(private_text)
+    assert str(signer.public) == public
+    assert signer.sign(manifest.model_copy(update={"signature": None})).data == stored
+    signer.trust.check_manifest(manifest, run_of(0, 16), "signed.manifest")
+    # Once more by the document alone.
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private))
+    message = b"deltasync manifest v1\0" + stored[:-98]
+    assert stored[-98:] == b"\xc4\x60" + bytes.fromhex(signature)
+    assert signature == (key.public_key().public_bytes_raw() + key.sign(message)).hex()
+
+
 def test_documented_status_fields_exist() -> None:
     documented = {code(row["field"]) for row in tables("Subscriber status")[0]}
     assert documented <= set(SubscriberStatus.model_fields)
@@ -215,7 +233,7 @@ def test_golden_chunks(file: str) -> None:
 
 
 def test_no_golden_file_is_forgotten() -> None:
-    assert sorted(p.name for p in GOLDEN.iterdir()) == FILES
+    assert sorted(p.name for p in GOLDEN.iterdir()) == [*FILES, "signed.manifest"]
     seen = {s.encoding for f in FILES for s in ChunkReader((GOLDEN / f).read_bytes(), name=f).sections}
     assert seen == set(Encoding)
 
@@ -284,6 +302,7 @@ def test_golden_files_are_what_the_document_hashes() -> None:
         "delta.chunk": "db0440116b0dd4a2",
         "delta-escapes.chunk": "9d6cfdb5de0aa22d",
         "dense.chunk": "913ae0f2621ca993",
+        "signed.manifest": "b40c68be42f9640d",
     }
 
 

@@ -17,6 +17,7 @@ from manifest.catalog import Catalog, TensorSpec, root_digest
 from manifest.keys import chunk_key
 from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import ChunkRef, Manifest, SectionRef
+from manifest.signing import Signer
 from tests.support.manifests import fixed_bytes
 
 
@@ -91,7 +92,7 @@ class StreamBuilder:
     """One publisher's stream in `store`. `weights[v]` are the weights of version v.
 
     Chunks hold at most `per_chunk` sections, so that small streams have several. Ids depend on `publisher` and the
-    order of calls only.
+    order of calls only. `signer`: signs all manifests; may be replaced or taken away at any time.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class StreamBuilder:
         *,
         per_chunk: int = 3,
         publisher: bytes = b"publisher-number",
+        signer: Signer | None = None,
     ) -> None:
         self.store = store
+        self.signer = signer
         self.log = VersionLog(store, create_or_open_stream(store))
         self.aliases = aliases
         self.catalog = catalog_of(weights, aliases)
@@ -183,7 +186,8 @@ class StreamBuilder:
             "chunks": [self._upload(chunk_key(version, attempt, 0, n), g) for n, g in enumerate(groups)],
             "stats": {},
         }
-        return Manifest(**(fields | changes))
+        manifest = Manifest(**(fields | changes))
+        return manifest if self.signer is None else self.signer.sign(manifest)
 
     def commit(self, manifest: Manifest, weights: Weights) -> Manifest:
         """Commit what `make` returned, as the version with these `weights`."""
