@@ -24,6 +24,7 @@ from chunkstore.errors import DeltasyncError
 from deltasync.commands import (
     check_config,
     demo,
+    keys_generate,
     publisher_run,
     smoke,
     status,
@@ -56,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     store_show.register(store_commands)
     store_verify.register(store_commands)
     store_export.register(store_commands)
+    keys = commands.add_parser("keys", help="keys for signed streams: generate")
+    keys_generate.register(keys.add_subparsers(title="commands", metavar="COMMAND", required=True))
     check_config.register(commands)
     smoke.register(commands)
     return parser

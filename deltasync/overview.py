@@ -1,21 +1,24 @@
 """What `deltasync status` knows: one stream's log and subscribers, as far as the store tells."""
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from chunkstore.errors import LimitExceeded, ObjectMissing
+from chunkstore.errors import FormatUnsupported, LimitExceeded, ObjectMissing
 from chunkstore.store import Store
-from manifest.errors import ChainError
+from manifest.errors import ChainError, ManifestInvalid
 from manifest.history import find_plan
 from manifest.keys import SUBSCRIBERS
 from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.schema import Manifest
-from subscriber.status import MAX_STATUS_BYTES, SubscriberStatus
+from manifest.signing import Trust
+from subscriber.status import MAX_STATUS_BYTES, RefusedVersion, SubscriberStatus
 
 SHOWN_VERSIONS: Final = 10
+_DOUBTED: Final = 100  # versions that are read to find one that is not refused
 MISSED_RENEWALS: Final = 3
 """A subscriber that has not renewed its status for this many intervals is silent."""
 
@@ -61,7 +64,8 @@ class Overview:
 
     `newest`: None while no version is committed; then the sizes are 0. `cold_start_*`: what a new subscriber fetches;
     None, with the reason in `chain_problem`, if there is no verified way. `versions`: the newest ones, ascending.
-    `unreadable`: keys of status objects that do not parse.
+    `refused`: versions that were looked at and are damaged or not trusted. `unreadable`: keys of status objects that do
+    not parse.
     """
 
     url: str
@@ -78,6 +82,7 @@ class Overview:
     chain_problem: str | None
     versions: tuple[VersionRow, ...]
     subscribers: tuple[SubscriberRow, ...]
+    refused: tuple[RefusedVersion, ...]
     unreadable: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -88,15 +93,40 @@ class Overview:
             row.status.model_dump() | {name: getattr(row, name) for name in row.__slots__ if name != "status"}
             for row in self.subscribers
         ]
+        fields["refused"] = [refused.model_dump() for refused in self.refused]
         return fields
 
 
-def overview(store: Store, now: float) -> Overview:
+class _Reader:
+    """Reads versions and remembers those that it may not use, `refused`."""
+
+    def __init__(self, log: VersionLog) -> None:
+        self.log = log
+        self.refused: dict[int, RefusedVersion] = {}
+
+    def read(self, version: int) -> Manifest | None:
+        """None if there is none, or it is refused."""
+        try:
+            return self.log.read(version)
+        except (ManifestInvalid, FormatUnsupported) as error:
+            self.refused[version] = RefusedVersion(
+                version=version, kind=error.kind, message=error.message[:4000]
+            )
+            return None
+
+    def newest(self) -> Manifest | None:
+        """The newest one that is not refused, of the newest versions."""
+        newest = heapq.nlargest(_DOUBTED, self.log.versions())
+        return next((manifest for version in newest if (manifest := self.read(version)) is not None), None)
+
+
+def overview(store: Store, now: float, trust: Trust | None = None) -> Overview:
     """Look at the stream in `store`; `now` in Unix seconds. Raises ObjectMissing if there is none, StoreError,
-    ManifestInvalid."""
-    log = VersionLog(store, open_stream(store))
-    newest = log.newest()
-    rows, unreadable = _subscribers(log, -1 if newest is None else newest.version, now)
+    Untrusted if it is not the trusted stream."""
+    log = VersionLog(store, open_stream(store, trust), trust=trust)
+    reader = _Reader(log)
+    newest = reader.newest()
+    rows, unreadable = _subscribers(reader, -1 if newest is None else newest.version, now)
     if newest is None:
         return Overview(
             store.url,
@@ -113,8 +143,10 @@ def overview(store: Store, now: float) -> Overview:
             None,
             (),
             rows,
+            _sorted(reader.refused),
             unreadable,
         )
+    versions = tuple(_versions(reader, newest))
     catalog = read_catalog(store, newest.catalog)
     cold_bytes, cold_steps, cold_anchor, problem = _cold_start(log, newest)
     return Overview(
@@ -130,8 +162,9 @@ def overview(store: Store, now: float) -> Overview:
         cold_start_steps=cold_steps,
         cold_start_anchor=cold_anchor,
         chain_problem=problem,
-        versions=tuple(_versions(log, newest)),
+        versions=versions,
         subscribers=rows,
+        refused=_sorted(reader.refused),
         unreadable=unreadable,
     )
 
@@ -144,12 +177,16 @@ def _cold_start(log: VersionLog, newest: Manifest) -> tuple[int | None, int | No
     return way.nbytes, len(way.steps), way.steps[0].version, None
 
 
-def _versions(log: VersionLog, newest: Manifest) -> Iterator[VersionRow]:
+def _sorted(refused: Mapping[int, RefusedVersion]) -> tuple[RefusedVersion, ...]:
+    return tuple(refused[version] for version in sorted(refused))
+
+
+def _versions(reader: _Reader, newest: Manifest) -> Iterator[VersionRow]:
     first = max(0, newest.version - SHOWN_VERSIONS + 1)
-    alternates = set(log.alternates(first - 1))
+    alternates = set(reader.log.alternates(first - 1))
     for version in range(first, newest.version + 1):
-        manifest = log.read(version)
-        if manifest is not None:  # the beginning of the log may have been trimmed
+        manifest = reader.read(version)
+        if manifest is not None:  # it may be refused, and the beginning of the log may have been trimmed
             yield VersionRow(
                 version=version,
                 kind=manifest.kind,
@@ -164,13 +201,14 @@ def _versions(log: VersionLog, newest: Manifest) -> Iterator[VersionRow]:
 
 
 def _subscribers(
-    log: VersionLog, newest: int, now: float
+    reader: _Reader, newest: int, now: float
 ) -> tuple[tuple[SubscriberRow, ...], tuple[str, ...]]:
     rows, unreadable = [], []
-    for info in log.store.list_after(SUBSCRIBERS):
+    store = reader.log.store
+    for info in store.list_after(SUBSCRIBERS):
         try:
-            data = log.store.get(info.key, limit=MAX_STATUS_BYTES)
-            rows.append(_subscriber(log, SubscriberStatus.model_validate_json(data), newest, now))
+            data = store.get(info.key, limit=MAX_STATUS_BYTES)
+            rows.append(_subscriber(reader, SubscriberStatus.model_validate_json(data), newest, now))
         except ObjectMissing:
             continue  # removed since it was listed
         except (ValidationError, LimitExceeded):
@@ -178,10 +216,10 @@ def _subscribers(
     return tuple(rows), tuple(unreadable)
 
 
-def _subscriber(log: VersionLog, status: SubscriberStatus, newest: int, now: float) -> SubscriberRow:
+def _subscriber(reader: _Reader, status: SubscriberStatus, newest: int, now: float) -> SubscriberRow:
     applied = -1 if status.applied_version is None else status.applied_version
     lag = max(0, newest - applied)
-    missed = log.read(applied + 1) if lag else None
+    missed = reader.read(applied + 1) if lag else None
     silent = max(0.0, now - status.updated_at)
     return SubscriberRow(
         status=status,

@@ -22,6 +22,7 @@ from manifest.history import find_plan
 from manifest.image import Image, create_file
 from manifest.keys import manifest_key
 from manifest.log import VersionLog, open_stream, read_catalog
+from manifest.signing import Trust
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 _COPIED: Final = (
@@ -55,17 +56,19 @@ def export_checkpoint(
     directory: Path,
     config_dir: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    trust: Trust | None = None,
 ) -> Exported:
     """Write `version` into `directory`, which must not exist or be empty: all of it once it is verified, or nothing.
 
     One `model.safetensors`, or shards of up to `max_shard_bytes` bytes (a larger tensor has its own) and their index.
     Aliases are not written: they are the same weights. Configuration, generation and tokenizer files of `config_dir`
     are copied. The tensors are built in the files themselves, so memory stays at one chunk and one window; every
-    tensor is read back and its digest checked before the directory is put in place.
+    tensor is read back and its digest checked before the directory is put in place. `trust`: what every manifest
+    must satisfy.
 
     Raises LocalDiskError if the directory cannot be written, else as `restore`.
     """
-    log = VersionLog(store, open_stream(store))
+    log = VersionLog(store, open_stream(store, trust), trust=trust)
     steps = find_plan(log, None, version).steps
     catalog = read_catalog(store, steps[-1].catalog)
     with _new_directory(directory) as temporary:

@@ -16,6 +16,7 @@ from manifest.layout import check_layout
 from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.plan import alternate_refusal, link_refusal
 from manifest.schema import ChunkRef, Manifest
+from manifest.signing import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +51,22 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_stream(store: Store, scratch: Path | None = None) -> VerifyReport:
+def verify_stream(store: Store, scratch: Path | None = None, trust: Trust | None = None) -> VerifyReport:
     """Verify the stream at `store`; never stops at a problem that an object has, but lists it.
 
     Reads every chunk once, and again where a delta does not build on the version before it. Needs disk of the
-    model's size below `scratch` meanwhile. Raises LocalDiskError if it has none.
+    model's size below `scratch` meanwhile. `trust`: what every manifest must satisfy. Raises LocalDiskError if there is
+    no such disk.
     """
     with ExitStack() as stack:
-        return _Verification(store, scratch, stack).run()
+        return _Verification(store, scratch, trust, stack).run()
 
 
 class _Verification:
-    def __init__(self, store: Store, scratch: Path | None, stack: ExitStack) -> None:
+    def __init__(self, store: Store, scratch: Path | None, trust: Trust | None, stack: ExitStack) -> None:
         self._store = store
         self._scratch = scratch
+        self._trust = trust
         self._stack = stack
         self._catalogs: dict[bytes, Catalog | None] = {}
         self._image: Image | None = None
@@ -76,12 +79,12 @@ class _Verification:
     def run(self) -> VerifyReport:
         stream = None
         try:
-            info = open_stream(self._store)
+            info = open_stream(self._store, self._trust)
         except DeltasyncError as error:
             self._note(STREAM, error)
         else:
             stream = info.id.hex()
-            log = VersionLog(self._store, info)
+            log = VersionLog(self._store, info, trust=self._trust)
             self._walk_versions(log)
             self._walk_alternates(log)
         return VerifyReport(

@@ -101,13 +101,13 @@ class Attempt:
         uploaded = changes.finish()
         whole = anchor.finish() if anchor is not None else None
         if uploaded.chunks or self.base is None:
-            self.manifest = self._version(uploaded)
+            self.manifest = self.log.signed(self._version(uploaded))
         elif whole is None:
             return None
         else:
             self.manifest = self.base
         if whole is not None:
-            self.alternate = self._anchor_of(self.manifest, whole)
+            self.alternate = self.log.signed(self._anchor_of(self.manifest, whole))
         crash_point("publisher.before_manifest")
         return self.settle()
 
@@ -155,6 +155,7 @@ class Attempt:
                 "commit_id": secrets.token_bytes(16),
                 "attempt": self.anchor_attempt,
                 "chunks": whole.chunks,
+                "signature": None,
                 "stats": Stats(
                     elements=self.stats.elements,
                     changed=whole.changed,

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
+from manifest.key_files import SigningConfig
 
 
 class PublisherHttpConfig(HttpConfig):
@@ -35,6 +36,10 @@ class PublisherConfig(BaseModel):
     )
     takeover: bool = Field(
         default=False, description="claim the stream again if another publisher claims it meanwhile"
+    )
+    signing: SigningConfig | None = Field(
+        default=None,
+        description="Ed25519 key that signs every version; the trainer needs none if it uses a spool",
     )
     upload_threads: int = Field(default=2, ge=1, le=64)
     upload_memory_mb: int = Field(

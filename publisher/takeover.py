@@ -4,8 +4,10 @@ import secrets
 import time
 from collections.abc import Callable
 
+from chunkstore.errors import Action, DeltasyncError
 from manifest.catalog import Catalog
 from manifest.errors import Fenced
+from manifest.history import find_plan
 from manifest.log import VersionLog
 from manifest.schema import Manifest, Stats
 from publisher.errors import MappingMismatch
@@ -20,7 +22,7 @@ def claim(log: VersionLog, catalog: Catalog, newest: Manifest, publisher: bytes,
     while True:
         check_catalog(log, catalog, newest)
         epoch = newest.epoch + 1
-        offered = empty_version(newest, epoch, publisher)
+        offered = log.signed(empty_version(newest, epoch, publisher))
         outcome = log.commit(offered)
         if outcome.won:
             return offered
@@ -63,6 +65,17 @@ def empty_version(
         chunks=[],
         stats=Stats(elements=base.stats.elements),
     )
+
+
+def reachable(log: VersionLog, version: int) -> bool:
+    """Whether a subscriber that trusts whom `log` trusts, and holds nothing, gets to `version`."""
+    try:
+        find_plan(log, None, version)
+    except DeltasyncError as error:
+        if error.action is Action.RETRY:
+            raise
+        return False
+    return True
 
 
 def fenced(log: VersionLog, mine: Manifest, winner: Manifest) -> Fenced:

@@ -19,6 +19,7 @@ from chunkstore.probe import require_put_if_absent
 from chunkstore.store import Store
 from manifest.catalog import Catalog
 from manifest.errors import ChainError, CommitUnknown, Fenced, ManifestInvalid
+from manifest.key_files import load_signer
 from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest, Stats
 from manifest.settle import Patience
@@ -32,7 +33,7 @@ from publisher.mapping import verify_against_files
 from publisher.optimizers import StepRecord
 from publisher.seal import restore, sections, take, whole_sections
 from publisher.shard import Shard, Source
-from publisher.takeover import check_catalog, claim
+from publisher.takeover import check_catalog, claim, reachable
 from publisher.upload import Upload
 
 log = logging.getLogger("deltasync.publisher")
@@ -92,9 +93,11 @@ class StreamWriter:
         try:
             if any(shard.source in (Source.COPY, Source.INVERSION) for shard in self.shards):
                 compile_ahead()
+            self._signer = load_signer(self._config.signing)
             require_put_if_absent(self._store)
             stream = create_or_open_stream(self._store)
-            self._log = VersionLog(self._store, stream, Patience(deadline=self._config.commit_deadline))
+            patience = Patience(deadline=self._config.commit_deadline)
+            self._log = VersionLog(self._store, stream, patience, signer=self._signer)
             newest = self._log.newest()
             if newest is not None:
                 self._continue(newest)
@@ -174,9 +177,14 @@ class StreamWriter:
         check_catalog(self._log, self.catalog, newest)
         base = claim(self._log, self.catalog, newest, self._id, insist=self._config.takeover)
         self._base, self._epoch = base, base.epoch
+        # Who trusts this publisher's key alone cannot follow what others have signed, or nobody: start anew for them.
+        trust = None if self._signer is None else self._signer.trust
+        anew = trust is not None and not reachable(
+            VersionLog(self._store, self._log.stream, trust=trust), base.version
+        )
         differs = 0
         for shard, committed in zip(self.shards, base.digest_array.tolist(), strict=True):
-            if shard.kept_digest != committed:
+            if anew or shard.kept_digest != committed:
                 shard.send_whole()
                 differs += 1
         log.info(

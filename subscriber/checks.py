@@ -9,9 +9,11 @@ from chunkstore.digest import U64
 from chunkstore.errors import DeltasyncError, ObjectMissing
 from chunkstore.open import StoreConfig, open_store
 from manifest.catalog import Catalog
+from manifest.errors import Untrusted
 from manifest.history import find_plan
 from manifest.log import StreamInfo, VersionLog, open_stream, read_catalog
 from manifest.schema import Manifest
+from manifest.signing import Trust
 from subscriber.engine import Engine
 from subscriber.errors import EngineChanged
 from subscriber.threads import in_thread
@@ -77,16 +79,17 @@ class Stream:
 
     catalog: Catalog
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, trust: Trust | None) -> None:
         self._config = config
-        self._found: StreamInfo | ObjectMissing | None = None
+        self._trust = trust
+        self._found: StreamInfo | ObjectMissing | Untrusted | None = None
 
     async def reach(self) -> str:
         def reach() -> str:
             self._store = open_store(self._config)
             try:
-                self._found = open_stream(self._store)
-            except ObjectMissing as error:
+                self._found = open_stream(self._store, self._trust)
+            except (ObjectMissing, Untrusted) as error:
                 self._found = error
             return f"{self._store.url} answers"
 
@@ -96,7 +99,7 @@ class Stream:
         if not isinstance(self._found, StreamInfo):
             assert self._found is not None, "reached"
             raise self._found
-        self._log = VersionLog(self._store, self._found)
+        self._log = VersionLog(self._store, self._found, trust=self._trust)
         return f"stream {self._found.id.hex()}"
 
     async def plan(self) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
+from manifest.key_files import TrustConfig
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
@@ -97,7 +98,7 @@ class SubscriberConfig(_Strict):
     `fetch_concurrency`: chunks in flight; each takes up to 128 MiB of memory.
     `prefetch_bytes`: how much of later versions may be fetched while one is being applied, and how much that other
     servers are done with stays for one that is behind.
-    `http`: null turns the server off.
+    `http`: null turns the server off. `trust`: follow only what these keys have signed.
     """
 
     store: StoreConfig
@@ -112,6 +113,7 @@ class SubscriberConfig(_Strict):
     prefetch_bytes: int = Field(default=1 << 30, ge=0)
     http: HttpConfig | None = HttpConfig()
     engine: EngineConfig | None = None
+    trust: TrustConfig | None = None
 
     @property
     def state_path(self) -> Path:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from chunkstore.crashpoints import crash_point
 from manifest.catalog import Catalog
+from manifest.errors import Untrusted
+from manifest.log import VersionLog
 from manifest.schema import Manifest
 from subscriber.engine import Engine, Prepared, Scattered
 from subscriber.errors import EngineDrift, StagedLost, VerificationFailed
@@ -23,7 +25,7 @@ Read = Callable[[int], Awaitable[Manifest | None]]
 class Holder:
     """The engine's verified version, `held`, or None while what it holds is no version: then it serves nothing.
 
-    `stream`: 16 bytes. `on_change(version)` is told what is served, None for nothing.
+    `log`: of the stream, says what is trusted. `on_change(version)` is told what is served, None for nothing.
     """
 
     def __init__(
@@ -31,14 +33,15 @@ class Holder:
         engine: Engine,
         journal: Journal,
         report: Report,
-        stream: bytes,
+        log: VersionLog,
         on_change: Callable[[int | None], None],
     ) -> None:
         self.engine = engine
         self.held: Held | None = None
         self._journal = journal
         self._report = report
-        self._stream = stream.hex()
+        self._log = log
+        self._stream = log.stream.id.hex()
         self._on_change = on_change
 
     async def adopt(self, manifest: Manifest) -> None:
@@ -110,7 +113,13 @@ class Holder:
         if entry.applying is not None and await self._finish(entry.applying):
             return
         if entry.applied is not None:
-            manifest = await read(entry.applied.version)
+            try:
+                manifest = await read(entry.applied.version)
+            except (
+                Untrusted
+            ) as error:  # its key was revoked since, and what it has signed is not served any more
+                self._report.failed(error, entry.applied.version)
+                manifest = None
             same = manifest is not None and manifest.hash.hex() == entry.applied.manifest_hash
             if (
                 manifest is not None
@@ -125,12 +134,13 @@ class Holder:
         path, index_hash = Path(applying.staged), bytes.fromhex(applying.index_hash)
         try:
             staged = await in_thread(lambda _: load_staged(path, index_hash))
+            self._log.check_trusted(staged.target, f"the staged version {applying.version}")
             if await self._adopt_if_live(staged.target, staged.catalog):
                 event("apply_was_complete", version=applying.version)
                 return True
             # Nobody knows how far the writing came. The values are absolute, so writing all of them again is right.
             await self.write(Prepared(staged, token=None, changed=None))
-        except (StagedLost, VerificationFailed) as error:
+        except (StagedLost, VerificationFailed, Untrusted) as error:
             self._report.failed(error, applying.version)
             return False
         event("apply_was_repeated", version=applying.version)

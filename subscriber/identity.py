@@ -3,22 +3,21 @@
 import time
 
 from chunkstore.errors import DeltasyncError
-from chunkstore.store import Store
 from manifest.errors import ForeignStream
 from manifest.keys import STREAM
-from manifest.log import StreamInfo, open_stream
+from manifest.log import VersionLog, open_stream
 from subscriber.report import Report
 from subscriber.threads import in_thread
 
 
 class Identity:
-    """The record of `stream`, which was just read, is read again every `interval` seconds and whenever `doubt` was
+    """The record of `log.stream`, which was just read, is read again every `interval` seconds and whenever `doubt` was
     called.
     """
 
-    def __init__(self, store: Store, stream: StreamInfo, interval: float, report: Report) -> None:
-        self._store = store
-        self._id = stream.id
+    def __init__(self, log: VersionLog, interval: float, report: Report) -> None:
+        self._log = log
+        self._id = log.stream.id
         self._interval = interval
         self._report = report
         self._due = time.monotonic() + interval
@@ -37,14 +36,14 @@ class Identity:
             return None
         self._due = time.monotonic() + self._interval
         try:
-            now = (await in_thread(lambda _: open_stream(self._store))).id
+            now = (await in_thread(lambda _: open_stream(self._log.store, self._log.trust))).id
         except DeltasyncError as error:
             self._report.failed(error)
             self._unconfirmed = True
             return None
         if now != self._id:
             return ForeignStream(
-                f"{self._store.url}/{STREAM} is now stream {now.hex()}, it was {self._id.hex()}",
+                f"{self._log.store.url}/{STREAM} is now stream {now.hex()}, it was {self._id.hex()}",
                 hint="the stream was replaced; the subscriber starts anew from an anchor of the new one",
             )
         if self._unconfirmed:

@@ -11,6 +11,7 @@ from typing import Final
 
 from chunkstore.errors import Action, DeltasyncError
 from chunkstore.store import Store
+from manifest.key_files import load_trust
 from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
@@ -49,6 +50,7 @@ class Session:
     ) -> None:
         self._config = config
         self._store = store
+        self._trust = load_trust(config.trust)
         self._engine = engine
         self._journal = journal
         self._report = report
@@ -127,7 +129,7 @@ class Session:
         """Wait for the stream to exist and set up what works on it."""
         while True:
             try:
-                stream = await in_thread(lambda _: open_stream(self._store))
+                stream = await in_thread(lambda _: open_stream(self._store, self._trust))
                 break
             except DeltasyncError as error:
                 if once:
@@ -138,16 +140,16 @@ class Session:
             self._lost = 0
             self._report.recovered()
         relist = self._config.relist_interval
-        log = VersionLog(self._store, stream)
+        log = VersionLog(self._store, stream, trust=self._trust)
         self._link = _Link(
             log,
             Poller(log, self._config.poll_interval, relist),
-            Identity(self._store, stream, relist, self._report),
+            Identity(log, relist, self._report),
         )
         self._recovered, self._seen, self._failure = False, -1, None
         self._strays.clear()
         self._report.connected(self._boot_id, stream.id.hex())
-        holder = Holder(self._engine, self._journal, self._report, stream.id, self._on_change)
+        holder = Holder(self._engine, self._journal, self._report, log, self._on_change)
         follower = Follower(
             log,
             holder,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from manifest.key_files import load_trust
 from subscriber.checks import Steps, Stream, name_weights
 from subscriber.config import SGLangEngineConfig, SubscriberConfig
 from subscriber.disk import disk_errors
@@ -21,7 +22,7 @@ async def smoke(steps: Steps, config: SubscriberConfig, torch_engine: Callable[[
 
     `torch_engine`: makes the engine of the torch kind, whose module lives in this process alone.
     """
-    stream = Stream(config.store)
+    stream = Stream(config.store, load_trust(config.trust))
     await steps.do("store", stream.reach)
     await steps.do("stream", stream.open, ("store",))
     await steps.do("versions", stream.plan, ("stream",))

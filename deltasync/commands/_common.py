@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from chunkstore.metrics import StoreMetrics
     from chunkstore.store import Store
+    from manifest.signing import Trust
 
 
 class Commands(Protocol):
@@ -36,6 +37,26 @@ def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) ->
     }
     given = {name: value for name, value in options.items() if value is not None}
     return open_store(parse_config({"url": args.url, **given}, StoreConfig, source="command line"), metrics)
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """Whose signatures are demanded. Without it, everything is read, signed or not."""
+    parser.add_argument(
+        "--trusted-key",
+        action="append",
+        metavar="KEY|FILE",
+        help="refuse what this public key, or a further one, has not signed; may be repeated",
+    )
+
+
+def trust_of(args: argparse.Namespace) -> "Trust | None":
+    """What the option of `add_trust_option` asks for. Raises ConfigError."""
+    if args.trusted_key is None:
+        return None
+    from manifest.key_files import read_public_key
+    from manifest.signing import Trust
+
+    return Trust(map(read_public_key, args.trusted_key))
 
 
 def version_number(text: str) -> int:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from deltasync.commands._common import (
     Commands,
     add_store_options,
+    add_trust_option,
     counted,
     human_bytes,
     print_json,
     store_of,
     table,
+    trust_of,
 )
 
 if TYPE_CHECKING:
@@ -23,9 +25,11 @@ def register(commands: Commands) -> None:
         "status",
         help="versions, sizes, subscribers and their lag",
         description="Versions, sizes, chain and subscribers of a stream. With --max-lag the exit code is 1 if a "
-        "running subscriber is further behind, refuses a version or has gone silent.",
+        "running subscriber is further behind, refuses a version or has gone silent, or a version is damaged or not "
+        "trusted.",
     )
     add_store_options(parser)
+    add_trust_option(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument(
         "--max-lag", type=int, metavar="VERSIONS", help="fail if a subscriber is further behind"
@@ -36,18 +40,20 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     from deltasync.overview import overview
 
-    seen = overview(store_of(args), time.time())
+    seen = overview(store_of(args), time.time(), trust_of(args))
     if args.json:
         print_json(seen.as_json())
     else:
         print("\n".join(_lines(seen)))
-    return int(args.max_lag is not None and any(not s.within(args.max_lag) for s in seen.subscribers))
+    if args.max_lag is None:
+        return 0
+    return int(bool(seen.refused) or any(not s.within(args.max_lag) for s in seen.subscribers))
 
 
 def _lines(seen: "Overview") -> list[str]:
     lines = [f"stream {seen.stream} at {seen.url}"]
     if seen.newest is None:
-        lines.append("no version is committed yet")
+        lines.append("no version is committed yet" if not seen.refused else "no version can be used")
     else:
         lines += [
             f"newest version {seen.newest}, epoch {seen.epoch}, publisher {seen.publisher}",
@@ -63,6 +69,7 @@ def _lines(seen: "Overview") -> list[str]:
             f"{row.status.id} refuses version {r.version}: error[{r.kind}]: {r.message}"
             for r in row.status.refused
         ]
+    lines += [f"version {r.version} is refused: error[{r.kind}]: {r.message}" for r in seen.refused]
     lines += [f"{key} is no status object" for key in seen.unreadable]
     return lines
 

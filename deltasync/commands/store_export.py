@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from deltasync.commands._common import (
     Commands,
     add_store_options,
+    add_trust_option,
     human_bytes,
     print_json,
     store_of,
+    trust_of,
     version_number,
 )
 
@@ -24,6 +26,7 @@ def register(commands: Commands) -> None:
         description="Write a version as safetensors files that transformers loads. DIR appears whole or not at all.",
     )
     add_store_options(parser)
+    add_trust_option(parser)
     parser.add_argument(
         "directory", metavar="DIR", type=Path, help="a folder that does not exist yet, or is empty"
     )
@@ -45,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     from manifest.log import VersionLog, open_stream
 
     with transfer("export") as reading:
-        store = store_of(args, reading)
-        log = VersionLog(store, open_stream(store))
+        store, trust = store_of(args, reading), trust_of(args)
+        log = VersionLog(store, open_stream(store, trust), trust=trust)
         version = _newest(log) if args.version is None else args.version
         if reading.shown:
             reading.expect(find_plan(log, None, version).nbytes)
-        done = export_checkpoint(store, version, args.directory, config_dir=args.config)
+        done = export_checkpoint(store, version, args.directory, config_dir=args.config, trust=trust)
     if args.json:
         fields = {"version": done.version, "root": done.root, "directory": str(done.directory)}
         print_json(fields | {"files": done.files, "nbytes": done.nbytes})

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 from deltasync.commands._common import (
     Commands,
     add_store_options,
+    add_trust_option,
     counted,
     human_bytes,
     print_json,
     store_of,
     table,
+    trust_of,
     version_number,
 )
 
@@ -26,6 +28,7 @@ def register(commands: Commands) -> None:
         description="List the versions of a stream, or print one manifest in full.",
     )
     add_store_options(parser)
+    add_trust_option(parser)
     parser.add_argument(
         "--version", type=version_number, metavar="V", help="print the manifest of this version"
     )
@@ -39,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.alternate and args.version is None:
         args.usage_error("--alternate needs --version")
-    store = store_of(args)
-    log = VersionLog(store, open_stream(store))
+    store, trust = store_of(args), trust_of(args)
+    log = VersionLog(store, open_stream(store, trust), trust=trust)
     if args.version is None:
         _show_log(log, args.json)
     else:
@@ -70,10 +73,20 @@ def _show_log(log: "VersionLog", as_json: bool) -> None:
         print_json({"stream": log.stream.id, "url": log.store.url, "versions": rows})
         return
     print(f"stream {log.stream.id.hex()} at {log.store.url}: {counted(len(rows), 'version')}")
-    print(table([{**row, "nbytes": human_bytes(row["nbytes"])} for row in rows]))
+    print(
+        table(
+            [{**row, "nbytes": human_bytes(row["nbytes"]), "signer": _short(row["signer"])} for row in rows]
+        )
+    )
+
+
+def _short(signer: str | None) -> str | None:
+    return None if signer is None else signer[:16] + "…"
 
 
 def _row(manifest: "Manifest") -> dict[str, Any]:
+    from manifest.signing import signer_of
+
     return {
         "version": manifest.version,
         "kind": manifest.kind,
@@ -84,19 +97,23 @@ def _row(manifest: "Manifest") -> dict[str, Any]:
         "elements": manifest.stats.elements,
         "chunks": len(manifest.chunks),
         "nbytes": manifest.nbytes,
+        "signer": signer_of(manifest.signature),
     }
 
 
 def _show_manifest(manifest: "Manifest", as_json: bool) -> None:
+    from manifest.signing import signer_of
+
     if as_json:
         fields = manifest.model_dump()
         fields["digests"] = [f"{digest:016x}" for digest in manifest.digest_array]
-        print_json({"hash": manifest.hash, **fields})
+        print_json({"hash": manifest.hash, "signer": signer_of(manifest.signature), **fields})
         return
     fields = manifest.model_dump(exclude={"chunks", "stats", "digests", "signature"})
     fields |= {f"stats.{name}": value for name, value in manifest.stats.model_dump().items()}
     for name, value in fields.items():
         print(f"{name:24} {value.hex() if isinstance(value, bytes) else value}")
+    print(f"{'signer':24} {signer_of(manifest.signature)}")
     print(f"{'tensors':24} {len(manifest.digest_array)}")
     print(f"{'chunks':24} {len(manifest.chunks)}, {human_bytes(manifest.nbytes)}")
     chunks = [

@@ -5,7 +5,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, add_store_options, counted, human_bytes, print_json, store_of
+from deltasync.commands._common import (
+    Commands,
+    add_store_options,
+    add_trust_option,
+    counted,
+    human_bytes,
+    print_json,
+    store_of,
+    trust_of,
+)
 
 if TYPE_CHECKING:
     from manifest.verify import VerifyReport
@@ -19,6 +28,7 @@ def register(commands: Commands) -> None:
         "Exit code 1 if there is one. Needs temporary disk space of the model's size.",
     )
     add_store_options(parser)
+    add_trust_option(parser)
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="where the temporary space is; default: the system's"
     )
@@ -35,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         store = store_of(args, reading)
         if reading.shown:
             reading.expect(sum(info.size for info in store.list_after(CHUNKS)))
-        report = verify_stream(store, args.scratch)
+        report = verify_stream(store, args.scratch, trust_of(args))
     if args.json:
         print_json({"ok": report.ok, **asdict(report)})
     else:

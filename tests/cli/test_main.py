@@ -16,7 +16,7 @@ from tests.support.streams import StreamBuilder, random_weights
 SLOW = ("torch", "boto3", "transformers", "rich", "numpy", "pydantic", "fsspec")
 COMMANDS = (
     ["demo"], ["publisher", "run"], ["subscriber", "run"], ["status"], ["store", "show"], ["store", "verify"],
-    ["store", "export"], ["check-config"], ["smoke"],
+    ["store", "export"], ["keys", "generate"], ["check-config"], ["smoke"],
 )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def test_show_lists_the_log(stream: StreamBuilder, url: str, capsys: pytest.Capt
         {
             "version": m.version, "kind": m.kind, "base": m.base_version, "epoch": 1, "train_step": m.version,
             "changed": m.stats.changed, "elements": m.stats.elements, "chunks": len(m.chunks), "nbytes": m.nbytes,
-            "alternate": m.version == 1,
+            "signer": None, "alternate": m.version == 1,
         }
         for m in stream.manifests
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_show_prints_a_manifest_in_full(
     assert seen["hash"] == manifest.hash.hex()
     assert seen["root"] == manifest.root.hex()
     assert seen["digests"] == [f"{int(d):016x}" for d in manifest.digest_array]
-    assert set(seen) == {"hash", *manifest.model_dump()}
+    assert set(seen) == {"hash", "signer", *manifest.model_dump()}
     assert main(["store", "show", url, "--version", "2"]) == 0
     text = capsys.readouterr().out
     assert manifest.root.hex() in text
