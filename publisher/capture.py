@@ -12,7 +12,7 @@ from chunkstore.digest_torch import block_digests
 from publisher.changes import BLOCK, Bits16, Digests, Offsets
 from publisher.find import Found, find, find_copied
 from publisher.optimizers import StepRecord, fits
-from publisher.shard import PIECE, Shard, Source
+from publisher.shard import Shard, Source
 
 _AHEAD = 8
 """Pieces that may wait to be absorbed: what bounds memory, whatever the size of the model."""
@@ -65,9 +65,9 @@ def _inversions(steps: Steps, stats: CaptureStats) -> Iterator[tuple[Shard, _Fin
 def _capture(work: Iterable[tuple[Shard, _Find]], stats: CaptureStats, threads: Executor) -> None:
     running: deque[tuple[_Capture, Callable[[], Found]]] = deque()
     for shard, find_part in work:
-        capture = _Capture(shard, stats, range(0, shard.spec.numel, PIECE))
-        for start in capture.starts:
-            running.append((capture, _submit(threads, shard, find_part, start)))
+        capture = _Capture(shard, stats)
+        for start, stop in shard.cuts():
+            running.append((capture, _submit(threads, shard, find_part, start, stop)))
             if len(running) > _AHEAD:
                 _take(running)
     while running:
@@ -85,7 +85,7 @@ def capture_snapshot(shard: Shard) -> None:
     assert snapshot is not None
     found = _Changed()
     for start, bits in shard.pieces():
-        kept = snapshot[start : start + len(bits)]
+        kept = shard.part_of(snapshot, start, start + len(bits))
         local = (bits != kept).nonzero().flatten()
         digests = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
         old = kept[local].cpu().numpy().view(np.uint16)
@@ -94,9 +94,8 @@ def capture_snapshot(shard: Shard) -> None:
     found.hand_over(shard)
 
 
-def _submit(threads: Executor, shard: Shard, find_part: _Find, start: int) -> Callable[[], Found]:
+def _submit(threads: Executor, shard: Shard, find_part: _Find, start: int, stop: int) -> Callable[[], Found]:
     """Start finding one piece, on a thread for CPU state; a GPU has its own parallelism."""
-    stop = min(start + PIECE, shard.spec.numel)
     if shard.tensor.device.type == "cpu":
         return threads.submit(find_part, start, stop).result
     return partial(find_part, start, stop)
@@ -127,11 +126,10 @@ class _Changed:
 
 @dataclass
 class _Capture:
-    """One shard's step while its pieces come in, in order of `starts`; complete after the last one."""
+    """One shard's step while its pieces come in, in order; complete after the last one."""
 
     shard: Shard
     stats: CaptureStats
-    starts: range
     changed: _Changed = field(default_factory=_Changed)
     unproved: list[Offsets] = field(default_factory=list)  # blocks
 
@@ -142,12 +140,12 @@ class _Capture:
         self.changed.add(shard, found.start, found.digests, found.local[keep] + found.start, found.old[keep])
         self.unproved.append(np.flatnonzero(~proved) + found.start // BLOCK)
         self.stats.ambiguous += int(np.count_nonzero(keep & found.uncertain))
-        if found.start == self.starts[-1]:
+        if found.start // BLOCK + len(found.digests) == shard.first_block + len(shard.kept):
             self._complete()
 
     def _complete(self) -> None:
         whole = np.concatenate(self.unproved)
-        before = self.shard.kept[whole]
+        before = self.shard.kept_of(whole)
         self.changed.hand_over(self.shard)
         self.shard.changes.add_whole(whole, before)
         self.stats.unproved_blocks += len(whole)

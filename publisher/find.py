@@ -16,7 +16,7 @@ from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
 from publisher.inversion import Hyper, bits16, reconstruct
 from publisher.optimizers import StepRecord
 from publisher.proof import Terms, block_sums, find_flips
-from publisher.shard import PIECE, Shard, Source, part
+from publisher.shard import PIECE, Shard, Source
 
 _ROWS = BLOCK >> 12
 
@@ -121,26 +121,28 @@ class Found:
 
 
 def find(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
-    """Invert `record`'s step on elements `start` … `stop` of `shard`, whole blocks.
+    """Invert `record`'s step on elements `start` … `stop` of `shard`, one of its cuts.
 
-    Compiled where the state is fp32 on the CPU and the wire is bf16, else with torch on the state's device.
+    Compiled where the state is fp32 on the CPU and the wire is bf16, else with torch on the state's device; so is a
+    first block that is short, for it does not begin where a row of the digest does.
     """
     found = None
-    if shard.wire is torch.bfloat16 and shard.tensor.device.type == "cpu":
+    if shard.wire is torch.bfloat16 and shard.tensor.device.type == "cpu" and start % BLOCK == 0:
         found = find_compiled(shard, record, start, stop)
     return found if found is not None else find_reference(shard, record, start, stop)
 
 
 def find_copied(shard: Shard, start: int, stop: int) -> Found:
-    """Compare elements `start` … `stop` of a 16-bit parameter with its master; whole blocks, on the parameter's device.
+    """Compare elements `start` … `stop` of a 16-bit parameter with its master; one cut, on the parameter's device.
 
     The step has written the master, and the parameter is still what it was: both old and new bits are at hand. They are
     proved all the same, for somebody may have written both between two steps.
     """
     assert shard.master is not None
-    parameter = part(shard.tensor, start, stop)
-    master = part(shard.master, start, stop).to(parameter.device, parameter.dtype)
-    compare = compare_compiled if parameter.device.type == "cpu" else compare_reference
+    parameter = shard.part_of(shard.tensor, start, stop)
+    master = shard.part_of(shard.master, start, stop).to(parameter.device, parameter.dtype)
+    compiled = parameter.device.type == "cpu" and start % BLOCK == 0
+    compare = compare_compiled if compiled else compare_reference
     return compare(shard, shard.bits(master), shard.bits(parameter), start)
 
 
@@ -173,7 +175,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     """In plain torch, on any device: the oracle of the compiled kernel."""
     assert record.m is not None
     assert record.v is not None
-    theta = part(shard.tensor, start, stop)
+    theta = shard.part_of(shard.tensor, start, stop)
     new = bits16(theta, shard.wire)
     digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
     kept, skip = _history(shard, start, stop)
@@ -181,7 +183,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     missing, empty = np.zeros_like(digests), np.empty(0, np.uint16)
     if not moved.any():
         return Found(start, digests, missing, np.empty(0, np.int64), empty, empty, empty, empty)
-    m, v = part(record.m, start, stop), part(record.v, start, stop)
+    m, v = shard.part_of(record.m, start, stop), shard.part_of(record.v, start, stop)
     known = reconstruct(theta, m, v, record.step, record.hyper, shard.wire)
     flagged = ((known.low != new) | (known.high != new)).nonzero().flatten()
     flagged = flagged[torch.from_numpy(moved).to(flagged.device)[flagged // BLOCK]]
@@ -195,7 +197,7 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
     """The same by the compiled kernel; None where a value is not finite, which it leaves to the reference."""
     assert record.m is not None
     assert record.v is not None
-    theta, m, v = (part(x, start, stop).numpy() for x in (shard.tensor, record.m, record.v))
+    theta, m, v = (shard.part_of(x, start, stop).numpy() for x in (shard.tensor, record.m, record.v))
     kept, skip = _history(shard, start, stop)
     hyper, coefficients = record.hyper, shard.coefficients
     digests, missing = np.empty_like(kept), np.empty_like(kept)
@@ -242,7 +244,7 @@ def _growth(weights: Terms, bits: Bits16, instead_of: Bits16) -> int:
 
 
 def _history(shard: Shard, start: int, stop: int) -> tuple[Digests, Flags]:
-    kept = shard.kept[start // BLOCK : -(-stop // BLOCK)]
+    kept = shard.kept_from(start // BLOCK, -(-stop // BLOCK) - start // BLOCK)
     return kept, shard.changes.is_whole(start // BLOCK, len(kept))
 
 

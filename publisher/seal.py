@@ -17,10 +17,10 @@ from chunkstore.digest_torch import block_digests
 from chunkstore.dtypes import Bits, bits_dtype
 from chunkstore.torch_dtypes import BIT_DTYPES
 from publisher.capture import CaptureStats, capture_snapshot
-from publisher.changes import BLOCK, Bits16, ChangeSet, Flags, Offsets
+from publisher.changes import BLOCK, Bits16, ChangeSet, Digests, Flags, Offsets
 from publisher.find import element_weights
 from publisher.proof import block_sums
-from publisher.shard import PIECE, Shard, Source, part
+from publisher.shard import PIECE, Shard, Source
 
 _WHOLE_WINDOW = 1 / 3
 """Stored fraction of a window above which it is sent whole: it would be about as large, and simpler to apply."""
@@ -80,21 +80,21 @@ def restore(sealed: Sealed) -> None:
 
 def _windows(shard: Shard) -> Iterator[tuple[int, torch.Tensor]]:
     """(first flat index, inference bits) of each window; the bits are overwritten by the next one's."""
-    numel = shard.spec.numel
-    values = torch.empty(min(WINDOW, numel), dtype=shard.wire, device=shard.tensor.device)
-    for start in range(0, numel, WINDOW):
-        window = values[: min(WINDOW, numel - start)]
+    values = torch.empty(min(WINDOW, shard.numel), dtype=shard.wire, device=shard.tensor.device)
+    for grid in range(shard.start - shard.start % WINDOW, shard.stop, WINDOW):
+        start, stop = max(grid, shard.start), min(grid + WINDOW, shard.stop)
+        window = values[: stop - start]
         for at in range(0, len(window), PIECE):
             piece = window[at : at + PIECE]
-            piece.copy_(part(shard.tensor, start + at, start + at + len(piece)))
+            piece.copy_(shard.part_of(shard.tensor, start + at, start + at + len(piece)))
         yield start, window.view(BIT_DTYPES[shard.spec.width])
 
 
 def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats) -> Iterator[Section]:
     shard, changes = sealed.shard, sealed.changes
     stop, block = start + len(bits), start // BLOCK
-    now = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
-    base = changes.base_digests(block, shard.kept[block : block + len(now)])
+    now = _digests(shard, start, bits)
+    base = changes.base_digests(block, shard.kept_from(block, len(now)))
     edited = shard.moved(block, now)  # after the last hook: an EMA swap, a clamp, a reload, a buffer's update
     shard.move(edited, now[edited - block])
     first, last = np.searchsorted(changes.offsets, [start, stop])
@@ -102,7 +102,7 @@ def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats)
     at = torch.from_numpy(offsets - start).to(bits.device)
     new = bits[at].cpu().numpy().view(np.uint16) if len(offsets) else np.empty(0, np.uint16)
     terms = element_weights(shard.coefficients, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
-    sums = base + block_sums(terms, (offsets - start) // BLOCK, len(now))
+    sums = base + block_sums(terms, offsets // BLOCK - block, len(now))
     whole = changes.is_whole(block, len(now))
     wrong = sums != now
     wrong[edited - block] = True
@@ -112,8 +112,17 @@ def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats)
     if wrong.any():  # should the commit fail, these blocks stay whole
         changes.add_whole(block + np.flatnonzero(wrong), base[wrong])
     whole |= wrong
-    keep = (new != old) & ~whole[(offsets - start) // BLOCK]
+    keep = (new != old) & ~whole[offsets // BLOCK - block]
     yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep], old[keep])
+
+
+def _digests(shard: Shard, start: int, bits: torch.Tensor) -> Digests:
+    """Block digests of bits from index `start` on, which may begin inside a block."""
+    head = -start % BLOCK
+    parts = [block_digests(shard.coefficients, bits[:head], start, BLOCK)] if head else []
+    if head < len(bits):
+        parts.append(block_digests(shard.coefficients, bits[head:], start + head, BLOCK))
+    return torch.cat(parts).cpu().numpy().view(np.uint64)
 
 
 def _values(shard: Shard, bits: torch.Tensor) -> Bits:
@@ -157,6 +166,7 @@ def _cut(
 
 def _runs(whole: Flags, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
     """The range as runs of blocks that are all whole or all not: (first, end, whole). Sections never overlap."""
+    grid = start - start % BLOCK
     edges = [0, *(np.flatnonzero(np.diff(whole)) + 1).tolist(), len(whole)]
     for low, high in pairwise(edges):
-        yield start + low * BLOCK, min(start + high * BLOCK, stop), bool(whole[low])
+        yield max(grid + low * BLOCK, start), min(grid + high * BLOCK, stop), bool(whole[low])

@@ -30,6 +30,9 @@ class Source(StrEnum):
 class Shard:
     """A live tensor, its place in the catalog, and its change tracking.
 
+    `tensor` holds the elements of the catalog's tensor from flat index `start` on, all of them or a range. Indices and
+    block numbers are the catalog tensor's own everywhere; a range that begins inside a block has a short first one.
+
     `kept`: digest of each block after the last step seen. `changes`: since the base. `step`: the parameter's step
     count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone. `master`: what the
     optimizer steps in the tensor's place, of its shape, for Source.COPY alone.
@@ -39,6 +42,7 @@ class Shard:
     spec: TensorSpec
     tensor: torch.Tensor
     source: Source
+    start: int = 0
     kept: Digests = field(init=False)
     changes: ChangeSet = field(init=False)
     snapshot: torch.Tensor | None = field(init=False, default=None)
@@ -49,9 +53,25 @@ class Shard:
         self.kept = self.digests()
         self.changes = ChangeSet.empty()
         if self.source is Source.SNAPSHOT:
-            self.snapshot = torch.empty(self.spec.numel, dtype=torch.int16, device=self.tensor.device)
-            for start, bits in self.pieces():
-                self.snapshot[start : start + len(bits)] = bits
+            self.snapshot = torch.empty(self.numel, dtype=torch.int16, device=self.tensor.device)
+            for at, bits in self.pieces():
+                self.part_of(self.snapshot, at, at + len(bits)).copy_(bits)
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def first_block(self) -> int:
+        return self.start // BLOCK
+
+    @property
+    def all_blocks(self) -> Offsets:
+        return np.arange(self.first_block, self.first_block + len(self.kept))
 
     @property
     def coefficients(self) -> Coefficients:
@@ -70,42 +90,63 @@ class Shard:
     def base_digest(self) -> int:
         """The tensor's digest in the base."""
         changes = self.changes
-        grown = (self.kept[changes.blocks] - changes.base).sum(dtype=np.uint64)
+        grown = (self.kept_of(changes.blocks) - changes.base).sum(dtype=np.uint64)
         return (self.kept_digest - int(grown)) % (1 << 64)
+
+    def kept_of(self, blocks: Offsets) -> Digests:
+        """The kept digests of `blocks`."""
+        digests: Digests = self.kept[blocks - self.first_block]
+        return digests
+
+    def kept_from(self, first: int, count: int) -> Digests:
+        """The kept digests of `count` blocks from `first` on."""
+        return self.kept[first - self.first_block :][:count]
 
     def moved(self, first: int, digests: Digests) -> Offsets:
         """Blocks of a run from `first` on whose digest is no longer the kept one, now that it is `digests`."""
-        moved: Offsets = np.flatnonzero(digests != self.kept[first : first + len(digests)]) + first
+        moved: Offsets = np.flatnonzero(digests != self.kept_from(first, len(digests))) + first
         return moved
 
     def move(self, blocks: Offsets, digests: Digests) -> None:
         """`blocks`, strictly increasing, have these digests after the step."""
-        self.changes.note(blocks, self.kept[blocks])
-        self.kept[blocks] = digests
+        self.changes.note(blocks, self.kept_of(blocks))
+        self.kept[blocks - self.first_block] = digests
 
     def send_whole(self) -> None:
         """Every block is to be sent."""
-        self.changes.add_whole(np.arange(len(self.kept)), self.kept)
+        self.changes.add_whole(self.all_blocks, self.kept)
 
     def bits(self, values: torch.Tensor) -> torch.Tensor:
         """The inference bits of a `part` of the live tensor, as signed integers of the wire's width."""
         return values.to(self.wire).contiguous().view(BIT_DTYPES[self.spec.width])
 
+    def cuts(self) -> Iterator[tuple[int, int]]:
+        """Consecutive ranges, start and stop, of at most PIECE elements; a short first block is one by itself."""
+        at = self.start
+        while at < self.stop:
+            stop = min(at + (-at % BLOCK or PIECE), self.stop)
+            yield at, stop
+            at = stop
+
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first flat index, inference bits) of consecutive parts of at most PIECE elements."""
-        for at in range(0, self.spec.numel, PIECE):
-            yield at, self.bits(part(self.tensor, at, min(at + PIECE, self.spec.numel)))
+        """(first flat index, inference bits) of the same ranges."""
+        for at, stop in self.cuts():
+            yield at, self.bits(self.part_of(self.tensor, at, stop))
+
+    def part_of(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` … `stop` of the live tensor, or of another that lies as it does: a master, a moment."""
+        return part(tensor, start - self.start, stop - self.start)
 
     def forget(self) -> None:
         """Changes since the base are not known: what differs by digest goes whole, what does not has not changed."""
-        self.kept[self.changes.blocks] = self.changes.base
+        self.kept[self.changes.blocks - self.first_block] = self.changes.base
         self.changes = ChangeSet.empty()
 
     def digests(self) -> Digests:
         """Block digests of the current bits: one read of the tensor."""
         parts = [block_digests(self.coefficients, bits, start, BLOCK) for start, bits in self.pieces()]
         joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64)
-        assert len(joined) == block_count(self.spec.numel)
+        assert len(joined) == (block_count(self.stop) - self.first_block if self.numel else 0)
         return joined.view(np.uint64)
 
 

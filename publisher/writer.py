@@ -294,7 +294,7 @@ def _sources(shards: Sequence[Shard]) -> dict[str, int]:
     """Elements watched by each source."""
     counts: Counter[str] = Counter()
     for shard in shards:
-        counts[shard.source] += shard.spec.numel
+        counts[shard.source] += shard.numel
     return dict(counts)
 
 

@@ -63,15 +63,19 @@ def trainee(
     wire: str = "BF16",
     adam: bool = False,
     seed: int = 0,
+    start: int = 0,
     **hyper: Any,
 ) -> Trainee:
-    """A parameter drawn as trained weights are (σ 0.02), with a few zeros and large values."""
+    """A parameter drawn as trained weights are (σ 0.02), with a few zeros and large values.
+
+    It holds the elements from `start` on of the canonical tensor `w`, which ends with it.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * 0.02
     values[:8] = torch.tensor([0.0, -0.0, 3.0e4, -1.0, 1e-3, -2.0, 65504.0, 0.5])[: min(8, numel)]
     parameter = torch.nn.Parameter(values)
     optimizer = (Adam if adam else AdamW)([parameter], **KERNELS[kernel], **hyper)
-    shard = Shard(0, TensorSpec("w", wire, (numel,)), parameter, Source.INVERSION)
+    shard = Shard(0, TensorSpec("w", wire, (start + numel,)), parameter, Source.INVERSION, start)
     return Trainee(parameter, optimizer, shard, CaptureStats(), generator)
 
 
