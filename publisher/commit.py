@@ -7,13 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from chunkstore.crashpoints import crash_point
 from manifest.catalog import Catalog, root_digest
 from manifest.log import VersionLog
-from manifest.schema import Manifest, Stats
-from publisher.seal import Sealed
+from manifest.schema import ChunkRef, Manifest, Stats
 from publisher.takeover import fenced
+from publisher.tracking import Taken
 from publisher.upload import Upload, Uploaded
 
 
@@ -48,9 +49,21 @@ class PublishHandle:
         return self._future.result(timeout)
 
 
+def stats_of(taken: Taken, uploaded: Uploaded) -> Stats:
+    """What one writer measured of one version."""
+    seconds = {"encode": uploaded.encode_seconds, "upload": uploaded.upload_seconds}
+    return taken.stats.model_copy(
+        update={
+            "changed": uploaded.changed,
+            "bytes_by_encoding": dict(uploaded.bytes_by_encoding),
+            "seconds": taken.seconds | seconds,
+        }
+    )
+
+
 @dataclass
 class Attempt:
-    """One try at one version. `sealed` is kept until the commit is known, to be put back if it failed.
+    """One try at one version. `taken` is kept until the commit is known, to be put back if it failed.
 
     `manifest` and `alternate` are set before they are offered: an unknown commit is settled by offering the same
     bytes again. `offered`: the log may hold it. `committed`: the log is known to hold it.
@@ -62,11 +75,9 @@ class Attempt:
     epoch: int
     publisher: bytes
     train_step: int | None
-    optimizer_steps: int
     attempt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     anchor_attempt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    sealed: list[Sealed] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
+    taken: Taken = field(default_factory=Taken)
     seconds: dict[str, float] = field(default_factory=dict)
     manifest: Manifest | None = None
     alternate: Manifest | None = None
@@ -98,10 +109,13 @@ class Attempt:
         return Commit(self.manifest.version, self.manifest, dict(self.seconds))
 
     def _run(self, changes: Upload, anchor: Upload | None) -> Commit | None:
+        self.seconds = dict(self.taken.seconds)
         uploaded = changes.finish()
         whole = anchor.finish() if anchor is not None else None
         if uploaded.chunks or self.base is None:
-            self.manifest = self.log.signed(self._version(uploaded))
+            digests = np.array([part.digest for part in self.taken.sealed], dtype="<u8")
+            version = self._version(digests, uploaded.chunks, stats_of(self.taken, uploaded))
+            self.manifest = self.log.signed(version)
         elif whole is None:
             return None
         else:
@@ -111,12 +125,12 @@ class Attempt:
         crash_point("publisher.before_manifest")
         return self.settle()
 
-    def _version(self, uploaded: Uploaded) -> Manifest:
-        digests = np.array([part.digest for part in self.sealed], dtype="<u8")
-        everything = sum(s.changed for c in uploaded.chunks for s in c.sections if s.whole)
+    def _version(self, digests: npt.NDArray[np.uint64], chunks: list[ChunkRef], stats: Stats) -> Manifest:
+        """The manifest of what leads from the base to `digests`: an anchor if that is every element."""
+        everything = sum(s.changed for c in chunks for s in c.sections if s.whole)
         anchor = self.base is None or everything == sum(t.numel for t in self.catalog.tensors)
         base = None if anchor else self.base
-        self.seconds |= {"encode": uploaded.encode_seconds, "upload": uploaded.upload_seconds}
+        self.seconds = dict(stats.seconds)
         return Manifest(
             stream=self.log.stream.id,
             version=self.version,
@@ -131,17 +145,11 @@ class Attempt:
             attempt=self.attempt,
             catalog=self.catalog.hash,
             train_step=self.train_step,
-            optimizer_steps=self.optimizer_steps,
+            optimizer_steps=self.taken.optimizer_steps,
             created_at=time.time(),
-            digests=digests.tobytes(),
-            chunks=uploaded.chunks,
-            stats=self.stats.model_copy(
-                update={
-                    "changed": uploaded.changed,
-                    "bytes_by_encoding": dict(uploaded.bytes_by_encoding),
-                    "seconds": dict(self.seconds),
-                }
-            ),
+            digests=digests.astype("<u8").tobytes(),
+            chunks=chunks,
+            stats=stats,
         )
 
     def _anchor_of(self, manifest: Manifest, whole: Uploaded) -> Manifest:
@@ -157,7 +165,7 @@ class Attempt:
                 "chunks": whole.chunks,
                 "signature": None,
                 "stats": Stats(
-                    elements=self.stats.elements,
+                    elements=self.taken.stats.elements,
                     changed=whole.changed,
                     bytes_by_encoding=dict(whole.bytes_by_encoding),
                 ),

@@ -34,12 +34,13 @@ other threads, and the holes that this leaves in a heap grow with the model."""
 class Sealed:
     """One shard's part of a version.
 
-    `changes`: what was taken from the shard, to be merged back if the commit fails. `digest`: the tensor's, of the bits
-    that are being published. `sections` is consumed once; these are complete when it is exhausted.
+    `changes`: what was taken from the shard, to be merged back if the commit fails. `base`, `digest`: of what it holds,
+    in the base and in the version. `sections` is consumed once; `changes` and `digest` are complete after that.
     """
 
     shard: Shard
     changes: ChangeSet
+    base: int
     digest: int = 0
 
 
@@ -54,7 +55,7 @@ def take(shard: Shard, committed: int | None, stats: CaptureStats) -> Sealed:
         known = len(shard.kept) - len(shard.changes.whole_blocks)
         stats.unproved_blocks += known if committed is not None else 0
         shard.send_whole()
-    return Sealed(shard, shard.changes)
+    return Sealed(shard, shard.changes, shard.base_digest)
 
 
 def sections(sealed: Sealed, stats: CaptureStats) -> Iterator[Section]:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -11,7 +12,6 @@ import blake3
 from chunkstore.codec import MAX_SECTIONS, Section, encode_section, pack_chunk
 from chunkstore.crashpoints import crash_point
 from chunkstore.store import Store
-from manifest.keys import chunk_key
 from manifest.schema import ChunkRef, SectionRef
 
 _CHUNK_TARGET = 16 << 20
@@ -32,16 +32,16 @@ class Uploaded:
 class Upload:
     """One attempt at the chunks of one version. `add` from one thread, then `finish` from any.
 
+    `key`: where chunk number n goes; asked on an uploading thread, where it may wait.
     `budget`: bytes of raw sections that may wait; `add` blocks above it, so memory stays bounded however slow the
     store is.
     """
 
     def __init__(
-        self, store: Store, version: int, attempt: bytes, pool: ThreadPoolExecutor, budget: int
+        self, store: Store, key: Callable[[int], str], pool: ThreadPoolExecutor, budget: int
     ) -> None:
         self._store = store
-        self._version = version
-        self._attempt = attempt
+        self._key = key
         self._pool = pool
         self._free = budget
         self._running = 0
@@ -97,7 +97,10 @@ class Upload:
             begin = time.perf_counter()
             encoded = [encode_section(section) for section in group]
             data = pack_chunk(encoded)
-            key = chunk_key(self._version, self._attempt, 0, number)
+            for piece in encoded:
+                cost.bytes_by_encoding[piece.encoding] += piece.nbytes
+            cost.encode_seconds = time.perf_counter() - begin
+            key = self._key(number)
             ref = ChunkRef(
                 key=key,
                 nbytes=len(data),
@@ -105,12 +108,10 @@ class Upload:
                 sections=[_section_ref(section) for section in group],
             )
             cost.changed = sum(s.changed for s in ref.sections)
-            for piece in encoded:
-                cost.bytes_by_encoding[piece.encoding] += piece.nbytes
-            cost.encode_seconds = time.perf_counter() - begin
             crash_point("publisher.before_chunk")
+            begin = time.perf_counter()
             self._store.put(key, data)
-            cost.upload_seconds = time.perf_counter() - begin - cost.encode_seconds
+            cost.upload_seconds = time.perf_counter() - begin
             return ref, cost
         finally:
             group.clear()

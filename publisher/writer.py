@@ -7,33 +7,29 @@ only once a committed manifest carries them; otherwise they are put back.
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import torch
-
-from chunkstore.codec import Section
 from chunkstore.errors import DeltasyncError
 from chunkstore.probe import require_put_if_absent
 from chunkstore.store import Store
 from manifest.catalog import Catalog
 from manifest.errors import ChainError, CommitUnknown, Fenced, ManifestInvalid
 from manifest.key_files import load_signer
-from manifest.log import VersionLog, create_or_open_stream, put_catalog
-from manifest.schema import Manifest, Stats
+from manifest.keys import chunk_key
+from manifest.log import StreamInfo, VersionLog, create_or_open_stream, put_catalog
+from manifest.schema import Manifest
 from manifest.settle import Patience
-from publisher.capture import CaptureStats, capture_copies, capture_steps
 from publisher.checkpoint import Checkpoint
 from publisher.commit import Attempt, Commit, PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, PublisherStopped
-from publisher.find import compile_ahead
 from publisher.mapping import verify_against_files
 from publisher.optimizers import StepRecord
-from publisher.seal import restore, sections, take, whole_sections
-from publisher.shard import Shard, Source
+from publisher.shard import Shard
 from publisher.takeover import check_catalog, claim, reachable
+from publisher.tracking import Tracking
 from publisher.upload import Upload
 
 log = logging.getLogger("deltasync.publisher")
@@ -43,9 +39,10 @@ class StreamWriter:
     """The writing end of one stream, over shards whose changes it tracks. Not thread-safe.
 
     `open` first; then any number of `capture` and `publish`; `close` at the end.
-    `still`: called after every read of the weights, before what was read is used; raises CaptureLost if somebody may
-    have written them meanwhile.
+    `still`: see `Tracking`.
     """
+
+    _attempt: Attempt | None
 
     def __init__(
         self,
@@ -59,17 +56,12 @@ class StreamWriter:
         self.shards = shards
         self._store = store
         self._config = config
-        self._stats = CaptureStats()
-        self._capture_seconds = 0.0
-        self._steps = 0
-        self._still = still
-        self._lost = False
+        self._tracking = Tracking(catalog, shards, still)
         self._id = secrets.token_bytes(16)
         self._epoch = 1
         self._base: Manifest | None = None
         self._attempt: Attempt | None = None
         self._stopped: DeltasyncError | None = None
-        self._captures = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="deltasync-capture")
         self._uploads = ThreadPoolExecutor(config.upload_threads, thread_name_prefix="deltasync-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="deltasync-commit")
 
@@ -91,19 +83,18 @@ class StreamWriter:
         Raises MappingMismatch, Fenced, StoreError, StoreUnsuitable, CommitUnknown; then the writer is closed.
         """
         try:
-            if any(shard.source in (Source.COPY, Source.INVERSION) for shard in self.shards):
-                compile_ahead()
+            self._tracking.prepare()
             self._signer = load_signer(self._config.signing)
             require_put_if_absent(self._store)
             stream = create_or_open_stream(self._store)
             patience = Patience(deadline=self._config.commit_deadline)
             self._log = VersionLog(self._store, stream, patience, signer=self._signer)
+            self._meet(stream)
             newest = self._log.newest()
             if newest is not None:
                 self._continue(newest)
                 return
-            if checkpoint is not None:
-                verify_against_files([s.kept_digest for s in self.shards], self.catalog, checkpoint)
+            self._verify_start(checkpoint)
             put_catalog(self._store, self.catalog)
             self._first_version()
         except BaseException:  # also Ctrl-C: the threads must not outlive a failed start
@@ -111,32 +102,12 @@ class StreamWriter:
             raise
 
     def capture(self, records: Iterable[tuple[Shard, StepRecord]], copies: Iterable[Shard] = ()) -> None:
-        """Account for one optimizer step, before anything else touches the weights or the optimizer's state.
-
-        `records`: what it did to shards found by inversion. `copies`: the shards whose masters it has stepped.
-        Raises CaptureLost if they were touched all the same; then track is lost.
-        """
-        begin = time.perf_counter()
-        if self._lost:
-            for shard, record in records:
-                shard.step = record.step  # nothing to compare with: the digests decide at publish
-        else:
-            capture_steps(records, self._stats, self._captures)
-            capture_copies(copies, self._stats, self._captures)
-        try:
-            self._still()
-        except CaptureLost:
-            self.lose_track()
-            raise
-        self._steps += 1
-        self._capture_seconds += time.perf_counter() - begin
+        """See `Tracking.capture`."""
+        self._tracking.capture(records, copies)
 
     def lose_track(self, steps: int = 0) -> None:
-        """`steps` optimizer steps were not captured: the next version sends every block whole whose digest differs."""
-        self._lost = True
-        self._steps += steps
-        for shard in self.shards:
-            shard.forget()
+        """See `Tracking.lose_track`."""
+        self._tracking.lose_track(steps)
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         """See `Publisher.publish`."""
@@ -155,6 +126,13 @@ class StreamWriter:
         finally:
             self._shut_down()
             self._stopped = self._stopped or PublisherStopped("the publisher was closed")
+
+    def _meet(self, stream: StreamInfo) -> None:
+        """The stream is open; nothing has been written to it."""
+
+    def _verify_start(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            verify_against_files([s.kept_digest for s in self.shards], self.catalog, checkpoint)
 
     def _first_version(self) -> None:
         attempt = self._new_attempt(train_step=None)
@@ -177,25 +155,29 @@ class StreamWriter:
         check_catalog(self._log, self.catalog, newest)
         base = claim(self._log, self.catalog, newest, self._id, insist=self._config.takeover)
         self._base, self._epoch = base, base.epoch
-        # Who trusts this publisher's key alone cannot follow what others have signed, or nobody: start anew for them.
-        trust = None if self._signer is None else self._signer.trust
-        anew = trust is not None and not reachable(
-            VersionLog(self._store, self._log.stream, trust=trust), base.version
-        )
-        differs = 0
-        for shard, committed in zip(self.shards, base.digest_array.tolist(), strict=True):
-            if anew or shard.kept_digest != committed:
-                shard.send_whole()
-                differs += 1
+        differs = list(range(len(self.catalog.tensors))) if self._starts_anew(base) else self._compare(base)
+        self._tracking.send_whole(differs)
         log.info(
             "took the stream over at version %d, epoch %d; %d tensors differ",
             base.version,
             base.epoch,
-            differs,
+            len(differs),
         )
 
+    def _compare(self, base: Manifest) -> list[int]:
+        """Ids of the tensors that are not what `base` holds."""
+        pairs = zip(self.shards, base.digest_array.tolist(), strict=True)
+        return [shard.id for shard, committed in pairs if shard.kept_digest != committed]
+
+    def _starts_anew(self, base: Manifest) -> bool:
+        """Who trusts this publisher's key alone cannot follow what others have signed, or nobody: an anchor is due."""
+        if self._signer is None:
+            return False
+        theirs = VersionLog(self._store, self._log.stream, trust=self._signer.trust)
+        return not reachable(theirs, base.version)
+
     def _new_attempt(self, train_step: int | None) -> Attempt:
-        return Attempt(self._log, self.catalog, self._base, self._epoch, self._id, train_step, self._steps)
+        return Attempt(self._log, self.catalog, self._base, self._epoch, self._id, train_step)
 
     def _send(self, attempt: Attempt, anchor: bool) -> None:
         """Seal and start the attempt. However it is interrupted, its outcome is known afterwards."""
@@ -213,38 +195,23 @@ class StreamWriter:
 
     def _seal_and_start(self, attempt: Attempt, anchor: bool) -> None:
         begin = time.perf_counter()
-        budget = self._config.upload_memory_mb << 20
-        changes = Upload(self._store, attempt.version, attempt.attempt, self._uploads, budget)
+        changes = self._upload(attempt.version, attempt.attempt)
+        self._tracking.take(attempt.taken, changes, self._committed)
         whole = None
-        for shard in self.shards:
-            _feed(changes, self._seal(attempt, shard))
         if anchor and self._base is not None:
             version = self._base.version if changes.empty else attempt.version
-            whole = Upload(self._store, version, attempt.anchor_attempt, self._uploads, budget)
-            for shard in self.shards:
-                _feed(whole, whole_sections(shard))
-        self._still()
-        attempt.seconds = {"capture": self._capture_seconds, "seal": time.perf_counter() - begin}
-        attempt.stats = Stats(
-            elements=sum(t.numel for t in self.catalog.tensors),
-            ambiguous=self._stats.ambiguous,
-            unproved_blocks=self._stats.unproved_blocks,
-            sources=_sources(self.shards),
-        )
-        if self._stats.unproved_blocks:
-            log.warning(
-                "%d unproved blocks are sent whole in version %d",
-                self._stats.unproved_blocks,
-                attempt.version,
-            )
-        self._stats, self._capture_seconds, self._steps, self._lost = CaptureStats(), 0.0, 0, False
+            whole = self._upload(version, attempt.anchor_attempt)
+            self._tracking.take_whole(whole)
+        self._tracking.finish(attempt.taken, begin)
         attempt.start(self._commits, changes, whole)
 
-    def _seal(self, attempt: Attempt, shard: Shard) -> Iterable[Section]:
-        committed = None if self._base is None else int(self._base.digest_array[shard.id])
-        sealed = take(shard, committed, self._stats)
-        attempt.sealed.append(sealed)
-        return sections(sealed, self._stats)
+    def _upload(self, version: int, attempt: bytes) -> Upload:
+        key = partial(chunk_key, version, attempt, 0)
+        return Upload(self._store, key, self._uploads, self._config.upload_memory_mb << 20)
+
+    def _committed(self, shard: Shard) -> int | None:
+        """The digest of what `shard` holds in the base; None without a base."""
+        return None if self._base is None else int(self._base.digest_array[shard.id])
 
     def _settle_previous(self) -> None:
         """Learn the previous attempt's outcome: keep its base, or put its changes back."""
@@ -278,26 +245,11 @@ class StreamWriter:
         """Forget a decided attempt: its version is the new base, or its changes precede those found since."""
         self._attempt = None
         if put_back:
-            for sealed in attempt.sealed:
-                restore(sealed)
-            self._steps += attempt.optimizer_steps
+            self._tracking.put_back(attempt.taken)
         elif attempt.manifest is not None:
             self._base = attempt.manifest
 
     def _shut_down(self) -> None:
-        self._captures.shutdown()
+        self._tracking.close()
         self._uploads.shutdown(wait=True, cancel_futures=True)
         self._commits.shutdown(wait=True, cancel_futures=True)
-
-
-def _sources(shards: Sequence[Shard]) -> dict[str, int]:
-    """Elements watched by each source."""
-    counts: Counter[str] = Counter()
-    for shard in shards:
-        counts[shard.source] += shard.numel
-    return dict(counts)
-
-
-def _feed(upload: Upload, parts: Iterable[Section]) -> None:
-    for section in parts:
-        upload.add(section)

@@ -309,7 +309,7 @@ def test_ctrl_c_between_sealing_and_upload_is_no_deadlock(monkeypatch: pytest.Mo
     with attach(model, optimizer, store) as publisher:
         train(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr("publisher.writer._sources", interrupt)
+            patch.setattr("publisher.tracking._sources", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 publisher.publish()
         commit = publisher.publish().result()
