@@ -98,6 +98,12 @@ class FsspecStore(Store):
     def delete(self, key: str) -> NoReturn:
         self._refuse("delete", key)
 
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        return iter(())
+
+    def delete_temporary(self, name: str) -> NoReturn:
+        self._refuse("delete_temporary", name)
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 

@@ -41,14 +41,23 @@ class LimitStore(Store):
             return self._inner.put_if_absent(key, data)
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        infos = self._inner.list_after(prefix, after)
+        return self._limited(self._inner.list_after(prefix, after))
+
+    def delete(self, key: str) -> None:
+        with self._slots:
+            self._inner.delete(key)
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        return self._limited(self._inner.temporaries())
+
+    def delete_temporary(self, name: str) -> None:
+        with self._slots:
+            self._inner.delete_temporary(name)
+
+    def _limited(self, infos: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
         while True:
             with self._slots:
                 info = next(infos, None)
             if info is None:
                 return
             yield info
-
-    def delete(self, key: str) -> None:
-        with self._slots:
-            self._inner.delete(key)

@@ -5,7 +5,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-from chunkstore.errors import CorruptObject, LimitExceeded, ObjectMissing
+from chunkstore.errors import CorruptObject, InvalidKey, LimitExceeded, ObjectMissing
 from chunkstore.store import Buffer, ObjectInfo, Store, check_key, check_prefix
 
 _named: dict[str, "MemoryStore"] = {}
@@ -76,6 +76,12 @@ class MemoryStore(Store):
         check_key(key)
         with self._lock:
             self._objects.pop(key, None)
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        return iter(())
+
+    def delete_temporary(self, name: str) -> None:
+        raise InvalidKey(f"{self.url}/{name}: this store has no temporaries")
 
     def _read(self, operation: str, key: str) -> bytes:
         check_key(key)

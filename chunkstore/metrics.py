@@ -122,8 +122,21 @@ class MetricsStore(Store):
             return created
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        return self._listed(self._inner.list_after(prefix, after))
+
+    def delete(self, key: str) -> None:
+        with self._counted("delete"):
+            self._inner.delete(key)
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        return self._listed(self._inner.temporaries())
+
+    def delete_temporary(self, name: str) -> None:
+        with self._counted("delete"):
+            self._inner.delete_temporary(name)
+
+    def _listed(self, infos: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
         """Counted as one call when the listing ends, with the time it fetched, not the time its consumer took."""
-        infos = self._inner.list_after(prefix, after)
         seconds = 0.0
         error: str | None = None
         try:
@@ -141,10 +154,6 @@ class MetricsStore(Store):
             raise
         finally:
             self._metrics.called("list", seconds, error=error)
-
-    def delete(self, key: str) -> None:
-        with self._counted("delete"):
-            self._inner.delete(key)
 
     @contextmanager
     def _counted(self, operation: str) -> Iterator["_Call"]:

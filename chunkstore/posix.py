@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -26,7 +27,7 @@ from chunkstore.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
-from chunkstore.store import Buffer, ObjectInfo, Store, check_key
+from chunkstore.store import Buffer, ObjectInfo, Store, check_key, is_key
 from chunkstore.walk import Entry, walk
 
 TEMPORARY: Final = ".tmp-"
@@ -123,13 +124,39 @@ class PosixStore(Store):
                 if error.errno in _MISSING or path.is_dir():
                     return
                 raise
-            for directory in path.parents:
-                if directory == self._root:
-                    break
-                try:
-                    os.rmdir(directory)
-                except OSError:  # not empty, or pruned by someone else: either way nothing is left to do
-                    break
+            self._prune(path)
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        with self._errors("list", ""):
+            yield from self._temporaries("")
+
+    def delete_temporary(self, name: str) -> None:
+        directory, slash, last = name.rpartition("/")
+        if not last.startswith(TEMPORARY) or (slash and not is_key(directory)):
+            raise InvalidKey(f"{self.url}/{name!r:.200} is not a temporary")
+        path = self._root / name
+        with self._errors("delete", name):
+            path.unlink(missing_ok=True)
+            self._prune(path)
+
+    def _temporaries(self, directory: str) -> Iterator[ObjectInfo]:
+        for entry in sorted(self._entries(directory), key=itemgetter(0)):
+            if entry.is_directory and is_key(entry.name):
+                yield from self._temporaries(f"{directory}{entry.name}/")
+            elif not entry.is_directory and entry.name.startswith(TEMPORARY):
+                info = entry.info()
+                if info is not None:
+                    yield info
+
+    def _prune(self, path: Path) -> None:
+        """Remove the directories above `path`, which is gone, as far as they are empty."""
+        for directory in path.parents:
+            if directory == self._root:
+                break
+            try:
+                os.rmdir(directory)
+            except OSError:  # not empty, or pruned by someone else: either way nothing is left to do
+                break
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -87,6 +87,12 @@ class RetryStore(Store):
     def delete(self, key: str) -> None:
         self._repeat("delete", lambda: self._inner.delete(key))
 
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        return iter(self._repeat("list", lambda: list(self._inner.temporaries())))
+
+    def delete_temporary(self, name: str) -> None:
+        self._repeat("delete", lambda: self._inner.delete_temporary(name))
+
     def _repeat(self, operation: str, call: Callable[[], T]) -> T:
         retry, began = 0, self._backoff.clock()
         while True:

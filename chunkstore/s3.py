@@ -22,6 +22,7 @@ from chunkstore.errors import (
     ConfigError,
     CorruptObject,
     CredentialsExpired,
+    InvalidKey,
     LimitExceeded,
     ObjectMissing,
     StoreUnavailable,
@@ -199,6 +200,12 @@ class S3Store(Store):
             except RAISED as error:
                 if status_of(error) not in ((404, "NoSuchKey"), (404, "404")):
                     raise
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        return iter(())
+
+    def delete_temporary(self, name: str) -> None:
+        raise InvalidKey(f"{self.url}/{name}: this store has no temporaries")
 
     def _name(self, key: str) -> str:
         return self._base + check_key(key)

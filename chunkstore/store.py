@@ -71,6 +71,17 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Remove the object; no error if there is none."""
 
+    @abstractmethod
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        """What writers have begun and not finished, dead or alive, by names that are no keys; no other call sees it.
+
+        Empty for a store that keeps nothing of an object until it is whole.
+        """
+
+    @abstractmethod
+    def delete_temporary(self, name: str) -> None:
+        """Remove what `temporaries` named; no error if it is gone. A writer still at it fails. Raises InvalidKey."""
+
 
 def is_key(key: str) -> bool:
     """Whether `check_key` accepts `key`. Listings leave out every object whose name is not a key."""

@@ -282,3 +282,24 @@ def test_files_are_readable_by_whom_the_umask_allows(store: PosixStore, root: Pa
     finally:
         os.umask(before)
     assert (root / "k").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_dead_writers_temporary_can_be_found_and_removed(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path / "root")
+    store.put("a/b/kept", b"1")
+    left = [tmp_path / "root" / name for name in (".tmp-1", "a/.tmp-2", "c/d/.tmp-3")]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    (tmp_path / "root" / ".tmp-dir").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / ".tmp-4").touch()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
+    found = list(store.temporaries())
+    assert [(info.key, info.size) for info in found] == [(".tmp-1", 4), ("a/.tmp-2", 4), ("c/d/.tmp-3", 4)]
+    for info in found:
+        store.delete_temporary(info.key)
+        store.delete_temporary(info.key)
+    assert list(store.temporaries()) == []
+    assert not (tmp_path / "root" / "c").exists()
+    assert [info.key for info in store.list_after("")] == ["a/b/kept"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chunkstore.errors import CorruptObject, InvalidKey, LimitExceeded, ObjectMissing
 from chunkstore.open import StoreConfig
-from chunkstore.probe import require_put_if_absent
+from chunkstore.probe import require_put_if_absent, store_clock
 from chunkstore.store import MAX_KEY, Buffer, Store
 from tests.support.race import race
 
@@ -230,6 +230,22 @@ def test_a_prefix_that_could_leave_the_store_is_refused(store: Store) -> None:
     for prefix in ("/", "../", "..", "a//", "a/../", ".tmp-", "a b/"):
         with pytest.raises(InvalidKey):
             list(store.list_after(prefix))
+
+
+def test_whole_objects_are_no_temporaries(store: Store) -> None:
+    store.put("a/b", b"")
+    assert store.put_if_absent("a/c", b"")
+    assert list(store.temporaries()) == []
+    for name in ("a/b", "a/.tmp-1/../b", "../.tmp-1", "/.tmp-1"):
+        with pytest.raises(InvalidKey):
+            store.delete_temporary(name)
+    assert [found.key for found in store.list_after("")] == ["a/b", "a/c"]
+
+
+def test_the_stores_clock_goes_by_what_it_says_of_objects(store: Store) -> None:
+    before = time.time()
+    assert before - 2 <= store_clock(store) <= time.time() + 2
+    assert list(store.list_after("")) == []
 
 
 def test_the_probe_accepts_it_and_leaves_nothing(store: Store) -> None:

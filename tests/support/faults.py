@@ -65,6 +65,16 @@ class FaultStore(Store):
         self._inner.delete(key)
         self._ask(self._after, "delete", key)
 
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        for info in self._inner.temporaries():
+            self._ask(self._before, "list", info.key)
+            yield info
+
+    def delete_temporary(self, name: str) -> None:
+        self._ask(self._before, "delete", name)
+        self._inner.delete_temporary(name)
+        self._ask(self._after, "delete", name)
+
     def _ask(self, fault: Fault, operation: str, key: str) -> None:
         error = fault(operation, key)
         if error is not None:
