@@ -29,6 +29,7 @@ from deltasync.commands import (
     smoke,
     status,
     store_export,
+    store_gc,
     store_show,
     store_verify,
     subscriber_run,
@@ -52,11 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     publisher_run.register(commands)
     subscriber_run.register(commands)
     status.register(commands)
-    store = commands.add_parser("store", help="look into a stream: show, verify, export")
+    store = commands.add_parser("store", help="look after a stream: show, verify, export, gc")
     store_commands = store.add_subparsers(title="commands", metavar="COMMAND", required=True)
     store_show.register(store_commands)
     store_verify.register(store_commands)
     store_export.register(store_commands)
+    store_gc.register(store_commands)
     keys = commands.add_parser("keys", help="keys for signed streams: generate")
     keys_generate.register(keys.add_subparsers(title="commands", metavar="COMMAND", required=True))
     check_config.register(commands)

@@ -12,15 +12,14 @@ from chunkstore.store import Store
 from manifest.errors import ChainError, ManifestInvalid
 from manifest.history import find_plan
 from manifest.keys import SUBSCRIBERS
+from manifest.lease import MAX_STATUS_BYTES, MISSED_RENEWALS
 from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.schema import Manifest
 from manifest.signing import Trust
-from subscriber.status import MAX_STATUS_BYTES, RefusedVersion, SubscriberStatus
+from subscriber.status import RefusedVersion, SubscriberStatus
 
 SHOWN_VERSIONS: Final = 10
 _DOUBTED: Final = 100  # versions that are read to find one that is not refused
-MISSED_RENEWALS: Final = 3
-"""A subscriber that has not renewed its status for this many intervals is silent."""
 
 
 @dataclass(frozen=True, slots=True)

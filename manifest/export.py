@@ -18,10 +18,10 @@ from chunkstore.dtypes import Bits
 from chunkstore.store import Store
 from manifest.catalog import Catalog, TensorSpec
 from manifest.errors import LocalDiskError
-from manifest.history import find_plan
 from manifest.image import Image, create_file
 from manifest.keys import manifest_key
 from manifest.log import VersionLog, open_stream, read_catalog
+from manifest.rebuild import rebuild
 from manifest.signing import Trust
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
@@ -69,15 +69,14 @@ def export_checkpoint(
     Raises LocalDiskError if the directory cannot be written, else as `restore`.
     """
     log = VersionLog(store, open_stream(store, trust), trust=trust)
-    steps = find_plan(log, None, version).steps
-    catalog = read_catalog(store, steps[-1].catalog)
+    catalog = read_catalog(store, log.read_required(version).catalog)
     with _new_directory(directory) as temporary:
         shards = _shards(catalog, max_shard_bytes)
         image = Image(catalog, _create_shards(temporary, catalog, shards))
-        image.follow(store, steps)
+        manifest = rebuild(log, version, image)
         name = f"{store.url}/{manifest_key(version)}"
         image.digests = [_digest(spec.name, a) for spec, a in zip(catalog.tensors, image.arrays, strict=True)]
-        image.check(steps[-1], name)
+        image.check(manifest, name)
         if len(shards) > 1:
             _write_index(temporary, catalog, shards)
         if config_dir is not None:
@@ -85,7 +84,7 @@ def export_checkpoint(
         files = tuple(sorted(path.name for path in temporary.iterdir()))
         for name in files:
             _sync(temporary / name)
-    return Exported(version, steps[-1].root, directory, files, catalog.nbytes)
+    return Exported(version, manifest.root, directory, files, catalog.nbytes)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Disk: the size of the model, which is why only commands that write or check a wh
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,11 +39,6 @@ class Image:
         self.catalog = catalog
         self.arrays = arrays
         self.digests = [0] * len(catalog.tensors)
-
-    def follow(self, store: Store, steps: Iterable[Manifest]) -> None:
-        """Apply `steps` of a plan in order. Raises as `apply`."""
-        for manifest in steps:
-            self.apply(store, manifest)
 
     def apply(self, store: Store, manifest: Manifest) -> None:
         """Move from the base of `manifest` to its version and check every tensor's digest.

@@ -1,5 +1,6 @@
 """Where each object of a stream lies (docs/FORMAT.md, "Layout"). Keys are relative to the stream's prefix."""
 
+import re
 from typing import Final
 
 STREAM: Final = "stream.msgpack"
@@ -11,6 +12,7 @@ ATTEMPTS: Final = "attempts/"
 PARTS: Final = "parts/"
 
 MAX_VERSION: Final = 10**20 - 1
+_OF_ATTEMPT = re.compile(f"(?:{CHUNKS}|{PARTS}|{ATTEMPTS})([0-9]{{20}})/([0-9a-f]{{32}})(?:/.+|\\.msgpack)")
 
 
 def version_name(version: int) -> str:
@@ -78,3 +80,9 @@ def parse_alternate_key(key: str) -> int | None:
     name = key.removeprefix(ALTERNATES).removesuffix("/anchor")
     version = int(name) if len(name) == 20 and name.isascii() and name.isdigit() else None
     return version if version is not None and key == alternate_key(version) else None
+
+
+def parse_attempt_key(key: str) -> tuple[int, str] | None:
+    """The version and attempt (hex) that a key under chunks/, parts/ or attempts/ belongs to; None for any other."""
+    match = _OF_ATTEMPT.fullmatch(key)
+    return None if match is None else (int(match[1]), match[2])

@@ -7,9 +7,9 @@ from chunkstore.codec import WINDOW
 from chunkstore.dtypes import Bits
 from chunkstore.store import Store
 from manifest.catalog import TensorSpec
-from manifest.history import find_plan
 from manifest.image import scratch_image
 from manifest.log import VersionLog, read_catalog
+from manifest.rebuild import rebuild
 
 
 def restore(
@@ -23,9 +23,8 @@ def restore(
 
     Raises ObjectMissing, CorruptObject, ManifestInvalid, ChainError, FormatUnsupported, or the store's error.
     """
-    steps = find_plan(log, None, version).steps
-    with scratch_image(read_catalog(store, steps[-1].catalog), scratch) as image:
-        image.follow(store, steps)
+    with scratch_image(read_catalog(store, log.read_required(version).catalog), scratch) as image:
+        rebuild(log, version, image)
         for tensor, (spec, array) in enumerate(zip(image.catalog.tensors, image.arrays, strict=True)):
             for start in range(0, spec.numel, WINDOW):
                 yield spec, tensor, start, array[start : start + WINDOW].copy()

@@ -4,19 +4,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from chunkstore.errors import DeltasyncError
+from chunkstore.errors import DeltasyncError, ObjectMissing
 from chunkstore.store import Store
 from manifest.catalog import Catalog
 from manifest.errors import ChainError
 from manifest.fetch import fetch_chunk
-from manifest.history import find_plan
 from manifest.image import Image, scratch_image
 from manifest.keys import ALTERNATES, STREAM, VERSIONS, alternate_key, catalog_key, manifest_key
 from manifest.layout import check_layout
 from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.plan import alternate_refusal, link_refusal
+from manifest.rebuild import rebuild
 from manifest.schema import ChunkRef, Manifest
 from manifest.signing import Trust
+
+_MISSING = ObjectMissing.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class VerifyReport:
 
     `versions`, `alternates`, `chunks`, `nbytes` (of chunks) count what was read and sound in itself. `unverified`:
     versions whose weights could not be recomputed, since they, or a version they build on, have a problem.
+    `collected`: those that cannot be for want of any object, below a whole version that is sound: what garbage
+    collection leaves, and no problem.
     """
 
     url: str
@@ -44,6 +48,7 @@ class VerifyReport:
     chunks: int
     nbytes: int
     unverified: tuple[int, ...]
+    collected: tuple[int, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -72,6 +77,10 @@ class _Verification:
         self._image: Image | None = None
         self._held: int | None = None  # version the image holds, None if none for certain
         self._sound: set[int] = set()  # versions whose weights were recomputed
+        self._whole: set[int] = set()  # of these, those stored whole
+        self._with_alternate: set[int] = set()
+        self._gone: list[tuple[int, list[Problem]]] = []  # encodings without any object, by version
+        self._doubtful: set[int] = set()  # not sound for another reason
         self._listed: list[int] = []
         self._problems: list[Problem] = []
         self._versions = self._alternates = self._chunks = self._nbytes = 0
@@ -85,8 +94,9 @@ class _Verification:
         else:
             stream = info.id.hex()
             log = VersionLog(self._store, info, trust=self._trust)
+            self._list_alternates(log)
             self._walk_versions(log)
-            self._walk_alternates(log)
+        collected = self._collected()
         return VerifyReport(
             self._store.url,
             stream,
@@ -95,9 +105,19 @@ class _Verification:
             self._alternates,
             self._chunks,
             self._nbytes,
-            tuple(version for version in self._listed if version not in self._sound),
+            tuple(v for v in self._listed if v not in self._sound and v not in collected),
+            tuple(v for v in self._listed if v in collected),
             tuple(self._problems),
         )
+
+    def _collected(self) -> set[int]:
+        """Versions that garbage collection has removed; what else has no object left becomes a problem."""
+        floor = max(self._whole, default=0)
+        for version, problems in self._gone:
+            if version >= floor:
+                self._problems += problems
+                self._doubtful.add(version)
+        return {v for v in self._listed if v < floor and v not in self._sound and v not in self._doubtful}
 
     def _walk_versions(self, log: VersionLog) -> None:
         try:
@@ -113,6 +133,8 @@ class _Verification:
                 parent = None
             parent = self._version(log, version, parent)
             expected = version + 1
+        for version in sorted(self._with_alternate.difference(self._listed)):
+            self._refuse(alternate_key(version), f"there is no version {version}")
 
     def _version(self, log: VersionLog, version: int, parent: Manifest | None) -> Manifest | None:
         key = manifest_key(version)
@@ -120,6 +142,9 @@ class _Verification:
             manifest = log.read_required(version)
         except DeltasyncError as error:
             self._note(key, error)
+            self._doubtful.add(version)
+            if version in self._with_alternate:
+                self._note(alternate_key(version), error)  # what it re-encodes cannot be read
             return None
         self._versions += 1
         base = parent
@@ -129,49 +154,65 @@ class _Verification:
         if refusal:
             self._refuse(key, refusal)
         if self._rebuild(log, key, manifest):
-            self._sound.add(version)
+            self._note_sound(version, whole=manifest.kind == "anchor")
+        if version in self._with_alternate:
+            self._alternate(log, manifest)
         return manifest
 
-    def _walk_alternates(self, log: VersionLog) -> None:
+    def _note_sound(self, version: int, *, whole: bool) -> None:
+        self._sound.add(version)
+        if whole:
+            self._whole.add(version)
+
+    def _list_alternates(self, log: VersionLog) -> None:
         try:
-            versions = log.alternates()
+            self._with_alternate = set(log.alternates())
         except DeltasyncError as error:
             self._note(ALTERNATES, error)
+
+    def _alternate(self, log: VersionLog, original: Manifest) -> None:
+        key = alternate_key(original.version)
+        try:
+            alternate = log.read_alternate(original.version)
+        except DeltasyncError as error:
+            self._note(key, error)
             return
-        for version in versions:
-            key = alternate_key(version)
-            try:
-                alternate, original = log.read_alternate(version), log.read_required(version)
-            except DeltasyncError as error:
-                self._note(key, error)
-                continue
-            if alternate is None:
-                continue  # deleted since it was listed
-            self._alternates += 1
-            refusal = alternate_refusal(alternate, original)
-            if refusal:
-                self._refuse(key, refusal)
-            self._rebuild(log, key, alternate)
+        if alternate is None:
+            return  # deleted since it was listed
+        self._alternates += 1
+        refusal = alternate_refusal(alternate, original)
+        if refusal:
+            self._refuse(key, refusal)
+        if self._rebuild(log, key, alternate) and not refusal:
+            self._note_sound(original.version, whole=True)
 
     def _rebuild(self, log: VersionLog, key: str, manifest: Manifest) -> bool:
         """Bring the image to the version of `manifest`, reading all its chunks; False if that cannot be done."""
         catalog = self._catalog(manifest.catalog)
         if catalog is None:
+            self._doubtful.add(manifest.version)
             return False
         image = self._image_of(catalog)
-        sound = self._fits(log, key, manifest, image)
+        fits = self._fits(log, key, manifest, image)
         self._held = None
+        problems: list[Problem] = []
         for ref in manifest.chunks:
-            sound = self._chunk(ref, image, write=sound) and sound
-        if not sound:
+            problem = self._chunk(ref, image, write=fits and not problems)
+            problems += [] if problem is None else [problem]
+        if problems and len(problems) == len(manifest.chunks) and {p.kind for p in problems} == {_MISSING}:
+            self._gone.append((manifest.version, problems))
             return False
-        try:
-            image.check(manifest, f"{self._store.url}/{key}")
-        except DeltasyncError as error:
-            self._note(key, error)
-            return False
-        self._held = manifest.version
-        return True
+        if not problems and fits:
+            try:
+                image.check(manifest, f"{self._store.url}/{key}")
+            except DeltasyncError as error:
+                problems.append(Problem(key, error.kind, str(error)))
+        if problems:
+            self._problems += problems
+            self._doubtful.add(manifest.version)
+        elif fits:
+            self._held = manifest.version
+        return fits and not problems
 
     def _fits(self, log: VersionLog, key: str, manifest: Manifest, image: Image) -> bool:
         """Whether `manifest` can be applied: its layout is right, and the image is brought to its base."""
@@ -179,14 +220,17 @@ class _Verification:
         try:
             check_layout(manifest, image.catalog)
             if base is not None and base != self._held and base in self._sound:
-                image.follow(self._store, find_plan(log, None, base).steps)
+                rebuild(log, base, image)
         except DeltasyncError as error:
             self._note(key, error)
+            self._doubtful.add(manifest.version)
             return False
+        if base in self._doubtful and base not in self._sound:
+            self._doubtful.add(manifest.version)
         return base is None or base in self._sound  # why a base is not sound has been noted
 
-    def _chunk(self, ref: ChunkRef, image: Image, *, write: bool) -> bool:
-        """Read and decode one chunk; False if it has a problem."""
+    def _chunk(self, ref: ChunkRef, image: Image, *, write: bool) -> Problem | None:
+        """Read and decode one chunk; returns its problem, if it has one."""
         try:
             reader = fetch_chunk(self._store, ref, image.catalog)
             for i in range(len(reader.sections)):
@@ -194,11 +238,10 @@ class _Verification:
                 if write:
                     image.write(section)
         except DeltasyncError as error:
-            self._note(ref.key, error)
-            return False
+            return Problem(ref.key, error.kind, str(error))
         self._chunks += 1
         self._nbytes += ref.nbytes
-        return True
+        return None
 
     def _image_of(self, catalog: Catalog) -> Image:
         if self._image is None or self._image.catalog.hash != catalog.hash:

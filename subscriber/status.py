@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_STATUS_BYTES = 1 << 20
 MAX_REFUSED = 50
 
 Text = Annotated[str, Field(max_length=4000)]

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from chunkstore.metrics import StoreMetrics
@@ -65,6 +65,24 @@ def version_number(text: str) -> int:
 
     if not text.isascii() or not text.isdigit() or int(text) > MAX_VERSION:
         raise argparse.ArgumentTypeError(f"{text!r} is no version: versions are whole numbers from 0 on")
+    return int(text)
+
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float:
+    """Seconds, from what an option takes: `90`, `90s`, `15m`, `2h`, `1d`."""
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS else (text, "s")
+    if not number.isascii() or not number.isdigit() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: say 90s, 15m, 2h or 1d")
+    return float(int(number) * _UNITS[unit])
+
+
+def positive(text: str) -> int:
+    """What an option takes that counts something, at least one."""
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(text)
 
 

@@ -59,6 +59,8 @@ def _lines(report: "VerifyReport") -> list[str]:
         lines.append(
             f"not verified, for the problems above: versions {', '.join(map(str, report.unverified))}"
         )
+    if report.collected:
+        lines.append(f"removed by garbage collection: {counted(len(report.collected), 'version')}")
     verdict = "ok" if report.ok else counted(len(report.problems), "problem")
     counts = [
         counted(report.versions, "version"),

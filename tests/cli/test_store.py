@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,66 @@ def test_verify_names_what_is_damaged(
 def test_verify_without_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "verify", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith("stream.msgpack: object_missing: ")
+
+
+def age(directory: Path, seconds: float) -> None:
+    """Make everything below `directory` that much older."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            then = path.stat().st_mtime - seconds
+            os.utime(path, (then, then))
+
+
+def test_gc_deletes_exactly_what_a_dry_run_lists(
+    stream: StreamBuilder, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.alternate(1)
+    age(tmp_path / "store", 3 * 3600)
+    assert main(["store", "gc", url, "--dry-run"]) == 0
+    assert "deleted 0 objects" in capsys.readouterr().out.replace("would delete", "deleted")
+    command = ["store", "gc", url, "--grace", "2h"]
+    before = {info.key for info in stream.store.list_after("")}
+    assert main([*command, "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert {info.key for info in stream.store.list_after("")} == before
+    assert main([*command, "--dry-run", "--json"]) == 0
+    seen = json_of(capsys)
+    assert main(command) == 0
+    assert capsys.readouterr().out == dry.replace("would delete", "deleted")
+    gone = before - {info.key for info in stream.store.list_after("")}
+    assert gone == {c.key for c in stream.manifests[0].chunks}
+    assert isinstance(seen["objects"], list)
+    assert {one["key"] for one in seen["objects"]} == gone
+    assert (seen["floor"], seen["needed_from"], seen["dry_run"]) == (1, 2, True)
+    assert main(["store", "verify", url]) == 0
+    assert "removed by garbage collection: 1 version" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_killed_gc_is_finished_by_the_next(
+    nth: int, stream: StreamBuilder, url: str, tmp_path: Path
+) -> None:
+    stream.per_chunk = 1
+    stream.train(0.5, steps=2)
+    stream.alternate(4)
+    age(tmp_path / "store", 3 * 3600)
+    command = [sys.executable, "-m", "deltasync.cli", "store", "gc", url, "--grace", "2h"]
+    killed = subprocess.run(
+        command, env=os.environ | {"DELTASYNC_CRASH_AT": f"gc.before_delete:{nth}"}, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert main(["store", "gc", url, "--grace", "2h"]) == 0
+    left = {info.key for info in stream.store.list_after("chunks/")}
+    alternate = stream.log.read_alternate(4)
+    assert alternate is not None
+    assert left == {c.key for c in [*stream.manifests[4].chunks, *alternate.chunks]}
+    assert main(["store", "verify", url]) == 0
+
+
+@pytest.mark.parametrize("grace", ["0", "-1", "1w", "", "h", "1.5h"])
+def test_gc_refuses_a_grace_that_is_none(url: str, grace: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["store", "gc", url, "--grace", grace])
 
 
 @pytest.mark.parametrize("command", [["verify"], ["export"]], ids=" ".join)

@@ -18,13 +18,14 @@ from chunkstore.memory import MemoryStore
 from chunkstore.open import StoreConfig
 from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.keys import status_key
+from manifest.lease import MAX_STATUS_BYTES
 from subscriber.config import SubscriberConfig
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.errors import EngineRestarted
 from subscriber.fleet import Fleet
 from subscriber.staging import StagedUpdate
-from subscriber.status import MAX_STATUS_BYTES, SubscriberStatus
+from subscriber.status import SubscriberStatus
 from subscriber.torch_engine import TorchEngine
 from tests.support.streams import StreamBuilder, Tensor, Weights, random_weights
 
@@ -140,10 +141,19 @@ class CountingStore(MemoryStore):
         self.open = threading.Event()
         self.open.set()
         self.broken = False
+        self.held = threading.Event()
+        self._only = ""
+
+    def hold(self, key: str) -> None:
+        """While closed, only reads of `key` wait, and say so by `held`."""
+        self._only = key
 
     def get(self, key: str, *, limit: int) -> bytes:
         self.reads[key] += 1
-        assert self.open.wait(TIMEOUT)
+        if self._only in ("", key):
+            if not self.open.is_set():
+                self.held.set()
+            assert self.open.wait(TIMEOUT)
         if self.broken:
             self.broken = False
             raise StoreUnavailable(key, hint="")

@@ -13,13 +13,14 @@ import pytest
 from chunkstore import memory
 from chunkstore.posix import PosixStore
 from manifest.keys import CHUNKS, status_key
+from manifest.lease import MAX_STATUS_BYTES
 from subscriber.daemon import Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.errors import EngineFailed, SubscriberBusy
 from subscriber.fleet import Fleet
 from subscriber.journal import Journal
 from subscriber.report import AppliedVersion
-from subscriber.status import MAX_STATUS_BYTES, SubscriberStatus
+from subscriber.status import SubscriberStatus
 from tests.subscriber.parts import (
     MIXED,
     SHAPES,
