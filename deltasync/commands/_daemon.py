@@ -35,6 +35,8 @@ def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level != "debug":
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """`deltasync demo`: a real online RL loop over deltasync, in separate processes.
 
-A trainer, a publisher that shares the trainer's memory, a store, and a rollout worker with a subscriber that starts
-without weights. After every version the rollout worker's weights are compared, bit for bit, with the trainer's.
+A trainer, a publisher that shares the trainer's memory, a store, and a rollout worker that starts without weights: a
+model with a subscriber in one process, or an SGLang server with a subscriber daemon beside it. After every version the
+live weights are compared, bit for bit, with the trainer's.
 Importing this is cheap.
 """
 
@@ -10,10 +11,20 @@ from pathlib import Path
 from typing import Final
 
 MODEL_NAMES: Final = ("smollm2", "tiny")
+ENGINES: Final = ("torch", "sglang")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `deltasync demo`."""
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="torch", help="what generates: a module, or a real SGLang server"
+    )
+    parser.add_argument(
+        "--sglang-python",
+        type=Path,
+        metavar="PYTHON",
+        help="interpreter of SGLang's environment; default: .venv-sglang here or in the repository",
+    )
     parser.add_argument("--store", choices=("posix", "s3"), default="posix", help="what to publish through")
     parser.add_argument(
         "--store-url",

@@ -34,13 +34,22 @@ _ENVIRONMENT: Final = {
 
 
 class Child:
-    """A running process of the demo. Use as a context manager: leaving it ends the process."""
+    """A running process of the demo. Use as a context manager: leaving it ends the process.
+
+    `hurry`: seconds it has to end by itself after a failure.
+    """
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        hurry: float = 0.5,
     ) -> None:
         self.name = name
         self.log = log
+        self._hurry = hurry
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
@@ -59,11 +68,15 @@ class Child:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self.stop(grace=_GRACE if failure is None else 0.5)
+        self.stop(grace=_GRACE if failure is None else self._hurry)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
     def call(self, do: str, *, timeout: float, **arguments: Any) -> Reply:
         """Let the child do something and return its answer.

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +17,9 @@ from rich.console import Console
 
 from chunkstore.errors import ConfigError
 from deltasync.demo.child import Child, Reply, child_command
-from deltasync.demo.publisher import make_spool
+from deltasync.demo.daemon import make_spool
 from deltasync.demo.rows import Comparison, Row, all_identical
+from deltasync.demo.sglang_server import find_sglang
 from deltasync.demo.store import DemoStore, open_demo_store
 from deltasync.demo.table import Display, summary
 
@@ -33,7 +34,21 @@ _WAIT: Final = 300.0
 _THREADS: Final = {"smollm2": {}, "tiny": {"OMP_NUM_THREADS": "1"}}
 """The processes take turns, so each may use every core; sharing out tiny tensors only loses time."""
 
-ROLLOUT: Final = child_command("rollout")
+_START: Final = 900.0
+"""Seconds until the rollout worker generates: SGLang's servers need minutes on a machine that is busy."""
+
+_COMPARED: Final = {
+    "torch": "tensors compared with the trainer's",
+    "sglang": "checksums of live parameters compared with those of a second SGLang server, into which SGLang's own "
+    "loader read the trainer's weights",
+}
+
+
+def rollout_command(engine: str, python: Path | None) -> tuple[str, ...]:
+    """The rollout worker of `engine`, without its options. `python`: of SGLang's environment. Raises DemoFailed."""
+    if engine == "torch":
+        return child_command("rollout")
+    return (*child_command("sglang_rollout"), str(find_sglang(python)))
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,8 @@ class Demo:
     versions: int
     work: Path
     spool: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    rollout: tuple[str, ...] = ROLLOUT
+    environment: Mapping[str, str]
+    rollout: tuple[str, ...]
 
     def rows(self, display: Display) -> Generator[Row, None, None]:
         """Yield the anchor's row and one per trained version. Ends all processes when it is left, however."""
@@ -63,18 +78,21 @@ class Demo:
             "store": store, "base_checkpoint": str(self.checkpoint), "spool": str(self.spool), "http": None
         }  # fmt: skip
         config.write_text(json.dumps(settings, indent=2))  # YAML as well
-        publisher_command = (*child_command("publisher"), str(config))
+        publisher_command = (*child_command("daemon"), "publisher", str(config))
         trainer_command = (*child_command("trainer"), str(config))
-        rollout_command = (*self.rollout, json.dumps({"folder": str(folder), "store": store}))
+        options = {"folder": str(folder), "store": store, "logs": str(logs)}
+        worker_command = (*self.rollout, json.dumps(options))
         # Libraries leave caches among temporary files; these go with the run.
         environment = {**self.store.environment, **self.environment, "TMPDIR": str(self.work)}
         with (
             Child("publisher", publisher_command, logs / "publisher.log", environment),
             Child("trainer", trainer_command, logs / "trainer.log", environment) as trainer,
-            Child("rollout", rollout_command, logs / "rollout.log", environment) as rollout,
+            Child("rollout", worker_command, logs / "rollout.log", environment, hurry=5.0) as rollout,
         ):
             display.stage("version 0: the trainer loads the model and publishes the anchor")
             anchor = trainer.call("anchor", timeout=_WAIT)
+            display.stage("the rollout worker starts")
+            rollout.call("start", timeout=_START)
             yield self._deliver(trainer, rollout, display, published=anchor, learned={})
             for step in range(1, self.versions + 1):
                 display.stage(f"version {step}: the rollout worker generates completions")
@@ -106,19 +124,23 @@ class Demo:
             chunk_bytes=published["chunk_bytes"],
             dense_bytes=published["dense_bytes"],
             seconds=published["seconds"] | synced["seconds"],
-            model_tensors=dumped["tensors"],
+            model_tensors=compared["model_tensors"] if "model_tensors" in compared else dumped["tensors"],
             comparison=Comparison.from_json(compared),
         )
 
 
-def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> int:
-    """`deltasync demo` with the options of `deltasync.demo.add_arguments`. `rollout`: the rollout worker's command."""
+def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] | None = None) -> int:
+    """`deltasync demo` with the options of `deltasync.demo.add_arguments`. `rollout`: the rollout worker's command,
+    by default that of the engine.
+    """
     begin = time.monotonic()
+    rollout = rollout or rollout_command(args.engine, args.sglang_python)
     with ExitStack() as stack:
         stack.enter_context(_sigterm_unwinds())
         console = Console(stderr=args.json)
         work = stack.enter_context(_work_folder(args.keep))
-        display = stack.enter_context(Display(console, f"deltasync demo: {args.model} through {args.store}"))
+        title = f"deltasync demo: {args.model} in {args.engine} through {args.store}"
+        display = stack.enter_context(Display(console, title))
         display.stage(f"the model {args.model} is made ready (slow only the first time)")
         checkpoint = _ready_model(args.model, work)
         store = stack.enter_context(open_demo_store(args.store, args.store_url, args.endpoint_url, work))
@@ -130,7 +152,7 @@ def run_demo(args: argparse.Namespace, rollout: tuple[str, ...] = ROLLOUT) -> in
             display.add(row)
     ok = all_identical(rows, args.versions)
     seconds = time.monotonic() - begin
-    verdict = summary(rows, ok=ok, seconds=seconds)
+    verdict = summary(rows, _COMPARED[args.engine], ok=ok, seconds=seconds)
     console.print(verdict, style="bold green" if ok else "bold red", highlight=False, soft_wrap=True)
     if args.json:
         print(json.dumps(_document(args, rows, ok=ok, seconds=seconds), indent=2))
@@ -194,6 +216,8 @@ def _document(args: argparse.Namespace, rows: list[Row], *, ok: bool, seconds: f
     """The machine-readable result."""
     return {
         "identical": ok,
+        "compared": _COMPARED[args.engine],
+        "engine": args.engine,
         "model": args.model,
         "store": args.store,
         "versions": args.versions,

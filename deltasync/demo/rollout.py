@@ -36,7 +36,7 @@ class RolloutWorker:
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
-        return {"sync": self.sync, "generate": self.generate, "compare": self.compare}
+        return {"start": dict, "sync": self.sync, "generate": self.generate, "compare": self.compare}
 
     def sync(self, version: int) -> Reply:
         """Wait until the subscriber has applied `version`. Phase `prepare` covers all that is done to fetched bytes
@@ -55,6 +55,7 @@ class RolloutWorker:
                 "fetch": seconds["fetch"],
                 "prepare": seconds["stage"] + seconds["prepare"],
                 "scatter": seconds["scatter"],
+                "pause": seconds["pause"],
             }
         }
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-PHASES: Final = ("capture", "encode", "upload", "commit", "detect", "fetch", "prepare", "scatter")
-"""The way of a version: the first four in the publisher's process, the others in the rollout worker's."""
+PHASES: Final = ("capture", "encode", "upload", "commit", "detect", "fetch", "prepare", "scatter", "pause")
+"""The way of a version: the first four in the publisher's process, the others in the subscriber's. Nothing is generated
+during `pause`, of which `scatter` is a part.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Row:
     """One version. `loss` and `reward` (0 … 1, of the batch that led to it) are None at version 0.
 
     `elements` and `dense_bytes`: of all catalog tensors. `changed`: elements stored. `chunk_bytes`: size of all chunks.
-    `seconds`: by phase, see PHASES. `model_tensors`: names in the trainer's model, tied ones counted each.
+    `seconds`: by phase, see PHASES. `model_tensors`: how many have to be compared: names in the trainer's model, tied
+    ones counted each, or what an SGLang server keeps them in.
     """
 
     version: int

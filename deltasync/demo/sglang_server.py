@@ -33,6 +33,9 @@ _SHIMS: Final = Path(__file__).with_name("sglang_cpu")
 _SHARED: Final = "/dev/shm/sgl"
 """How the names of SGLang's shared memory begin, up to 25 MB per server, which it leaves behind however it ends."""
 
+_LONGEST_FOLDER: Final = 70
+"""Characters; the name of a Unix socket has 107 at most."""
+
 _FLAGS: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule"),
@@ -60,6 +63,22 @@ _GUARDED: Final = (
 )
 """Becomes the command in its arguments, beside a shell that kills the whole process group when nobody holds the other
 end of its stdin any more: the server never outlives the process that started it, however that one ends."""
+
+
+def find_sglang(given: Path | None = None) -> Path:
+    """The interpreter of SGLang's environment: `given`, or of .venv-sglang in the working directory or the repository.
+
+    Raises DemoFailed if there is none.
+    """
+    places = (Path.cwd(), Path(__file__).resolve().parents[2])
+    candidates = [place / ".venv-sglang" / "bin" / "python" for place in places] if given is None else [given]
+    for python in candidates:
+        if python.exists():
+            return python.absolute()
+    raise DemoFailed(
+        f"there is no SGLang environment: {' and '.join(map(str, candidates))} do not exist",
+        hint="`make venv-sglang` in the repository builds it (1.7 GB, some minutes); or name one with --sglang-python",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +141,9 @@ class SglangServer:
             )
         self.options = options
         self.log = log
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._shared: set[Path] = set()
-        self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))  # short: it will hold Unix sockets
+        self._scratch = _make_scratch()
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
                 [*_GUARDED, *options.command(self.port)],
@@ -220,7 +239,14 @@ class SglangServer:
             return False
 
 
-def _free_port() -> int:
+def _make_scratch() -> Path:
+    """A folder for temporary files. SGLang binds Unix sockets in it, so its name must be short."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="sglang-", dir=usual if len(usual) <= _LONGEST_FOLDER else "/tmp"))
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]

@@ -1,6 +1,7 @@
 """Show the rows as they come: a live table on a terminal, a line per version anywhere else."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from types import TracebackType
 from typing import Final, Self
 
@@ -15,7 +16,7 @@ from deltasync.commands._common import human_bytes
 from deltasync.demo.rows import PHASES, Row
 
 _FACTS: Final = ("ver-\nsion", "loss", "reward", "changed\n%", "sent", "times\nsmaller")
-_WIDE: Final = 112
+_WIDE: Final = 110
 """Columns of a terminal that has room for every phase side by side; on others they stand in pairs."""
 
 
@@ -60,9 +61,9 @@ class Display:
         wide = self._console.width >= _WIDE
         table = Table(title=self._title, box=SIMPLE_HEAD, padding=0, show_edge=False)
         table.caption = (
-            "seconds per phase: capture … commit in the publisher, detect … scatter in the rollout worker"
+            "seconds per phase: capture … commit in the publisher, detect … pause in the subscriber"
         )
-        for name in (*_FACTS, *_phases(PHASES, wide), "bits\nequal"):
+        for name in (*_FACTS, *_phases(PHASES, wide), "same\nbits"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*cells(row, wide), style=None if row.identical else "bold red")
@@ -86,7 +87,9 @@ def cells(row: Row, wide: bool) -> list[str | Text]:
 
 def _phases(texts: Sequence[str], wide: bool) -> list[str]:
     """One text per column, or two, one above the other."""
-    return list(texts) if wide else [f"{a}\n{b}" for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    return (
+        list(texts) if wide else [f"{a}\n{b}" for a, b in zip_longest(texts[::2], texts[1::2], fillvalue="")]
+    )
 
 
 def plain_line(row: Row) -> str:
@@ -103,15 +106,15 @@ def plain_line(row: Row) -> str:
     )
 
 
-def summary(rows: Sequence[Row], *, ok: bool, seconds: float) -> str:
-    """The last words: verdict, sizes and time."""
+def summary(rows: Sequence[Row], compared: str, *, ok: bool, seconds: float) -> str:
+    """The last words: verdict, sizes and time. `compared`: what is counted as one comparison, and with what."""
     deltas = [row for row in rows if row.kind == "delta"]
     sent, dense = sum(row.chunk_bytes for row in deltas), sum(row.dense_bytes for row in deltas)
     verdict = "bit-identical" if ok else "NOT bit-identical"
-    compared = sum(row.comparison.tensors for row in rows)
+    count = sum(row.comparison.tensors for row in rows)
     saved = (
         f"; deltas {human_bytes(sent)} instead of {human_bytes(dense)}, {dense / sent:.0f} × smaller"
         if sent
         else ""
     )
-    return f"{verdict}: {len(rows)} versions, {compared} tensors compared{saved}; {seconds:.0f} s in all"
+    return f"{verdict}: {len(rows)} versions, {count} {compared}{saved}; {seconds:.0f} s in all"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltasync.demo.compare import compare, compare_with_file, dump_bf16
 from deltasync.demo.rows import Comparison
+from deltasync.demo.sglang_rollout import compare_checksums
 
 
 def weights() -> dict[str, Tensor]:
@@ -88,3 +89,18 @@ def test_dump_casts_and_covers_tied_names(tmp_path: Path) -> None:
 def test_json_round_trip() -> None:
     found = Comparison(3, 9, ("a differs in 1 of 3 elements",))
     assert Comparison.from_json(found.to_json()) == found
+
+
+def test_checksums_are_compared_by_name_and_value() -> None:
+    expected = {"rank 0: a": "1", "rank 0: b": "2", "rank 1: a": "3"}
+    assert compare_checksums(expected, dict(expected), 9) == Comparison(3, 9, ())
+    live = {"rank 0: a": "1", "rank 0: b": "3", "rank 1: c": "3"}
+    assert compare_checksums(expected, live, 9) == Comparison(
+        2,
+        9,
+        (
+            "rank 0: b has another checksum",
+            "rank 1: a is missing in the rollout",
+            "rank 1: c is only in the rollout",
+        ),
+    )

@@ -67,7 +67,7 @@ def test_display_shows_the_facts(terminal: bool, width: int) -> None:
 
 
 def test_summary_counts_deltas_only() -> None:
-    assert summary([ANCHOR, GOOD], ok=True, seconds=9.6) == (
+    assert summary([ANCHOR, GOOD], "tensors compared", ok=True, seconds=9.6) == (
         "bit-identical: 2 versions, 6 tensors compared; deltas 50 B instead of 2.0 kB, 40 × smaller; 10 s in all"
     )
-    assert summary([ANCHOR], ok=False, seconds=1).startswith("NOT bit-identical")
+    assert summary([ANCHOR], "tensors compared", ok=False, seconds=1).startswith("NOT bit-identical")

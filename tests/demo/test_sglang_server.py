@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from deltasync.demo.errors import DemoFailed
-from deltasync.demo.sglang_server import SglangOptions, SglangServer
+from deltasync.demo.sglang_server import SglangOptions, SglangServer, find_sglang
 
 SERVES = """
 import http.server, os, subprocess, sys, tempfile
@@ -78,6 +79,16 @@ def test_ready_means_it_generates_and_stop_leaves_nothing(tmp_path: Path) -> Non
     server.stop()
 
 
+def test_sockets_find_room_for_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with start(tmp_path, TRACKED + SERVES).wait_ready(60) as server:
+        temporary = Path(server.log.read_text().split()[5])
+        assert len(str(temporary)) < 80
+    assert not temporary.exists()
+
+
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     program = "import sys; print('no such model'); sys.exit(3)"
     with (
@@ -136,3 +147,16 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_pa
     pause = threading.Event()
     while any(alive(pid) for pid in pids):  # the suite's time limit ends it
         pause.wait(0.01)
+
+
+def test_sglangs_environment_is_found_or_the_error_says_how_to_build_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / ".venv-sglang" / "bin" / "python"
+    here.parent.mkdir(parents=True)
+    here.touch()
+    assert find_sglang() == here
+    with pytest.raises(DemoFailed, match="elsewhere do not exist") as caught:
+        find_sglang(Path("elsewhere"))
+    assert "make venv-sglang" in caught.value.hint

@@ -1,4 +1,4 @@
-"""The demo's publisher process: `deltasync publisher run`, made to end like every child when its stdin closes."""
+"""The demo's daemons: `deltasync publisher run` and `deltasync subscriber run`, made to end when their stdin closes."""
 
 import os
 import shutil
@@ -38,9 +38,9 @@ def _end_with_stdin() -> None:
 
 
 def main() -> None:
-    """argv[1]: publisher.yaml."""
+    """argv: `publisher` or `subscriber`, and its YAML file."""
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    sys.exit(deltasync(["publisher", "run", "--config", sys.argv[1]]))
+    sys.exit(deltasync([sys.argv[1], "run", "--config", sys.argv[2]]))
 
 
 if __name__ == "__main__":
