@@ -4,7 +4,7 @@ The coordinator, writer 0, calls; every other writer answers a call with its par
 """
 
 from functools import cached_property
-from typing import Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 import blake3
 import msgpack
@@ -16,6 +16,7 @@ from manifest.catalog import MAX_TENSORS
 from manifest.errors import ManifestInvalid
 from manifest.keys import chunk_prefix
 from manifest.schema import ChunkRef, Count, Hash, Id, Stats, Version
+from manifest.signing import Signer
 
 CALL_FORMAT: Final = 1
 PART_FORMAT: Final = 1
@@ -32,6 +33,20 @@ CallKind = Literal["version", "join", "joined", "unchanged", "abandoned"]
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    domain: ClassVar[bytes]  # of its signature
+    if TYPE_CHECKING:
+        signature: bytes | None  # declared by each record, for it is always the last field
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """As of a Manifest."""
+        return self.data[: -len(msgpack.packb(self.signature))]
+
+    def signed(self, signer: Signer) -> Self:
+        """The same record, signed."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**fields | {"signature": signer.signature(self.domain, self.signed_bytes)})
 
     @cached_property
     def data(self) -> bytes:
@@ -79,6 +94,8 @@ class Call(_Record):
     layout: Hash
     whole: list[Annotated[int, Field(ge=0, lt=MAX_TENSORS)]]  # tensors to send whole with the next version
     reason: str = Field(max_length=2000)  # why it was abandoned; for people
+    signature: bytes | None = None
+    domain = b"deltasync call v1\0"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -145,6 +162,8 @@ class Part(_Record):
     shards: list[ShardRef]
     chunks: list[ChunkRef]
     stats: Stats
+    signature: bytes | None = None
+    domain = b"deltasync part v1\0"
 
     @model_validator(mode="after")
     def _own_chunks(self) -> Self:

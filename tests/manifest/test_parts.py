@@ -9,12 +9,14 @@ from pydantic import ValidationError
 from chunkstore.errors import FormatUnsupported
 from chunkstore.memory import MemoryStore
 from manifest.board import Board
-from manifest.errors import ForeignStream, ManifestInvalid
+from manifest.errors import ForeignStream, ManifestInvalid, Untrusted
 from manifest.keys import attempt_key, chunk_key, part_key
 from manifest.log import StreamInfo
 from manifest.parts import Call, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, SectionRef, Stats
 from manifest.settle import Patience
+from manifest.signing import Signer
+from tests.support.keys import make_signer
 from tests.support.manifests import STREAM_ID, fixed_bytes
 
 LAYOUT = layout_hash(bytes(32), 2, "run")
@@ -183,3 +185,43 @@ def test_other_objects_under_the_prefixes_are_ignored() -> None:
 )
 def test_a_layout_is_of_one_catalog_world_size_and_run(other: tuple[bytes, int, str]) -> None:
     assert layout_hash(*other) != LAYOUT
+
+
+def signed_board(store: MemoryStore, signer: Signer | None) -> Board:
+    return Board(store, StreamInfo(STREAM_ID), LAYOUT, Patience(deadline=0), signer)
+
+
+def test_writers_with_a_key_believe_each_other_and_no_stranger() -> None:
+    store = MemoryStore()
+    mine, stranger = signed_board(store, make_signer("a")), signed_board(store, make_signer("b"))
+    mine.call(a_call())
+    for number, board in enumerate((signed_board(store, None), stranger), start=2):
+        forged = a_call(attempt=fixed_bytes(number, length=16), number=number)
+        board.call(forged)
+        with pytest.raises(Untrusted):
+            mine.find_call(5, forged.attempt)
+    assert [call.number for call in seen_by(mine)] == [1]
+    assert mine.answer(a_part())
+    assert mine.part(5, ATTEMPT, 1).chunks == a_part().chunks
+    for board in (signed_board(store, None), stranger):
+        store.delete(part_key(5, ATTEMPT, 1))
+        assert board.answer(a_part())
+        with pytest.raises(Untrusted, match=r"1\.part"):
+            mine.part(5, ATTEMPT, 1)
+
+
+def seen_by(board: Board) -> list[Call]:
+    newest = board.newest_call(5, BASE)
+    return [] if newest is None else [newest]
+
+
+def test_a_part_that_was_changed_is_no_longer_signed() -> None:
+    store, signer = MemoryStore(), make_signer("a")
+    part = a_part().signed(signer)
+    store.put(part_key(5, ATTEMPT, 1), Part(**dict(part) | {"train_step": 10}).data)
+    with pytest.raises(Untrusted, match="changed afterwards"):
+        signed_board(store, signer).part(5, ATTEMPT, 1)
+    call = a_call().model_dump() | {"signature": part.signature}
+    store.put(attempt_key(5, ATTEMPT), Call(**call).data)
+    with pytest.raises(Untrusted, match="changed afterwards"):
+        signed_board(store, signer).find_call(5, ATTEMPT)
