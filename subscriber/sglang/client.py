@@ -46,7 +46,8 @@ class Client:
         self._url = server.url.rstrip("/")
         self.name = server.name
         self._boots: dict[int, str] = {}
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=config.request_timeout)
+        # Not through a proxy, which the environment may name for the object store: servers are on this host.
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=config.request_timeout, trust_env=False)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -168,7 +169,7 @@ class Client:
         check_access(self.name, response.status_code)
         if path == "/weights_checker" and response.status_code in (400, 404, 405, 422):
             self._no_plugin(f"answered HTTP {response.status_code}: {message!s:.300}")
-        if response.is_error or (isinstance(body, dict) and body.get("success") is False):
+        if not response.is_success or (isinstance(body, dict) and body.get("success") is False):
             raise EngineFailed(
                 f"{self.name}: {path} failed: HTTP {response.status_code}: {message!s:.500}",
                 hint="look at the server's log",
