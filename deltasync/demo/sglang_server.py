@@ -38,7 +38,7 @@ _LONGEST_FOLDER: Final = 70
 
 _FLAGS: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--disable-overlap-schedule"),
+    *("--grammar-backend", "none"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "2048", "--max-running-requests", "4"),
     *("--context-length", "512", "--skip-server-warmup", "--sleep-on-idle"),
@@ -86,8 +86,9 @@ class SglangOptions:
     """How to start a server.
 
     `python`: of SGLang's environment. `model`: a Hugging Face folder. `tokenizer`: likewise, for servers that are to
-    take text; without it they take and return token ids only. `flags` come last, so they override the defaults. `path`:
-    folders with further modules, such as plugins.
+    take text; without it they take and return token ids only. `overlap`: prepare each batch while the one before runs,
+    which is SGLang's default. `flags` come last, so they override the defaults. `path`: folders with further modules,
+    such as plugins.
     """
 
     python: Path
@@ -96,6 +97,7 @@ class SglangOptions:
     tokenizer: Path | None = None
     api_key: str | None = None
     admin_api_key: str | None = None
+    overlap: bool = False
     flags: Sequence[str] = ()
     path: Sequence[Path] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class SglangOptions:
         command += (
             ["--skip-tokenizer-init"] if self.tokenizer is None else ["--tokenizer-path", str(self.tokenizer)]
         )
+        if not self.overlap:
+            command.append("--disable-overlap-schedule")
         if self.api_key is not None:
             command += ["--api-key", self.api_key]
         if self.admin_api_key is not None:

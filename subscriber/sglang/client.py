@@ -71,6 +71,7 @@ class Client:
     async def ping(self) -> list[Ack]:
         """The same of the first rank of every replica: cheap."""
         acks = await self._send("ping", None)
+        raise_failures(self.name, "ping", acks)
         if {ack["rank"]: ack["boot"] for ack in acks}.items() <= self._boots.items():
             return acks
         raise self._restarted()

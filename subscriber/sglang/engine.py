@@ -39,6 +39,7 @@ from subscriber.verify import verify
 
 _MASK: Final = (1 << 64) - 1
 _TRIES: Final = 3  # of pausing until nothing runs, and of writing until all ranks have written
+_SETTLE: Final = 0.05  # seconds between pauses, for a last batch to end or a grammar to be compiled
 _AGAIN: Final = 0.5  # seconds between looks at a server that does not answer while it is being written
 
 
@@ -100,6 +101,11 @@ class SGLangEngine:
         acks = await self._client.ping()
         if any(ack["writes"] != self._tokens[ack["rank"]] for ack in acks):
             self._same(_writes(await self._client.hello()))
+        if self._version is not None and any(ack["version"] != self._version for ack in acks):
+            raise EngineChanged(
+                f"{self._server.name}: somebody else holds the server: {acks[0]['gate']}",
+                hint="let one subscriber drive it; all its weights are checked now",
+            )
 
     def _same(self, tokens: list[int]) -> None:
         if tokens != self._tokens:
@@ -150,8 +156,9 @@ class SGLangEngine:
 
     async def hold(self, reason: str) -> None:
         self._version = None
-        await self._client.pause()
+        # In this order: even if the pause fails, nothing is served; and what waits is aborted without another step.
         await self._client.ask("hold", reason=reason)
+        await self._client.pause()
 
     async def release(self, version: int) -> None:
         await self._client.show_version(version)
@@ -223,6 +230,7 @@ class SGLangEngine:
                 event("write_failed", logging.WARNING, server=self._server.name, errors=errors)
                 repair, clean = True, False
             elif {ack["kind"] for ack in acks if not ack["ok"]} == {NOT_PAUSED}:
+                await asyncio.sleep(_SETTLE)
                 await self._client.pause()
             else:
                 break

@@ -2,7 +2,7 @@
 
 Hooks a scheduler's weight updater: requests of `/weights_checker` that carry our prefix go to `Rank`, every other way
 of writing weights is counted, and while the gate is closed nobody can continue generation. Written for the SGLang
-releases named in docs/sglang.md; where a hooked name is missing SGLang logs it, and the daemon misses the greeting.
+releases named in docs/sglang.md; one where a hooked name is missing is refused.
 """
 
 import json
@@ -25,6 +25,8 @@ _WRITERS: Final = (
     "update_weights_from_ipc", "begin_weight_update", "end_weight_update", "release_memory_occupation",
     "resume_memory_occupation",
 )  # fmt: skip
+_NEEDED: Final = ("continue_generation", "pause_generation", "grammar_manager", "_add_request_to_queue")
+"""Of a scheduler."""
 _HARMLESS: Final = {"checksum", "snapshot", "compare"}
 """Actions of `/weights_checker` that only read."""
 
@@ -82,7 +84,7 @@ class Server:
         from subscriber.sglang.refusals import refusals
 
         reasons: list[str] = refusals(self.model, self._scheduler.server_args)
-        return reasons
+        return [*unguarded(self._updater, self._scheduler), *reasons]
 
     def vote(self, ack: "Ack") -> "list[Ack]":
         import torch
@@ -92,17 +94,48 @@ class Server:
         torch.distributed.all_gather_object(acks, ack, group=group)
         return acks
 
+    def memory_released(self) -> bool:
+        return "weights" in self._updater.offload_tags
+
     def idle(self) -> bool:
         # Requests that wait have been retracted: they are computed anew.
         return bool(self._scheduler.is_fully_idle(ignore_waiting=True))
 
     def stop_batches(self) -> None:
-        self._scheduler._engine_paused = True
+        # With the flag alone a batch at hand would stay half done: nothing could be written, and requests that are
+        # to be aborted would wait for ever for a last step.
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    def settle(self) -> None:
+        # Only a running scheduler takes requests whose grammar is ready from their queue, and one that is not empty
+        # forbids a flush.
+        grammars = self._scheduler.grammar_manager
+        if grammars.has_waiting_grammars():
+            for request in grammars.get_ready_grammar_requests():
+                self._scheduler._add_request_to_queue(request)
+
+    def disown(self) -> "Ack":
+        # Whoever writes may name a version, after this; one that does not would leave ours.
+        self._updater.record_weight_version_after_update("unknown")
+        return {}
 
     def wrote(self, version: str) -> None:
         self._updater.record_weight_version_after_update(version)
         if not self._updater.flush_cache(empty_cache=False):
             raise RuntimeError("the cache of the old weights could not be dropped")
+
+
+def unguarded(updater: object, scheduler: object) -> list[str]:
+    """Why this release of SGLang cannot be trusted: what is not hooked by its name may go by another one."""
+    names = [name for name in _WRITERS if not hasattr(updater, name)]
+    names += [name for name in _NEEDED if not hasattr(scheduler, name)]
+    return [
+        f"this release of SGLang has no {name}, so weights may change, or batches run, unnoticed: "
+        "use a release that docs/sglang.md names"
+        for name in names
+    ]
 
 
 def _after_init(result: Any, updater: Any) -> None:

@@ -8,8 +8,10 @@ here raises into SGLang: whatever goes wrong becomes an acknowledgement with `ok
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,14 +24,11 @@ from manifest.catalog import Catalog
 from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, StagedLost
 from subscriber.sglang import live
 from subscriber.sglang.boxes import BoxMap
+from subscriber.sglang.job import Job
 from subscriber.sglang.live import LiveMemories
-from subscriber.sglang.wire import NOT_PAUSED, PROTOCOL, RankFiles, Targets, Values, file_hash
+from subscriber.sglang.wire import NOT_PAUSED, PROTOCOL, RankFiles, file_hash
 
 Ack = dict[str, Any]
-
-_IN_MEMORY: Final = 1 << 30
-"""Orders up to this size, in bytes, are held ready in memory; larger ones are read piece by piece while written."""
-
 
 _TASKS: Final = 2
 """Long work at hand: one runs, and one waits for it, so that `deltasync smoke` never takes the daemon's turn."""
@@ -56,11 +55,20 @@ class Host(Protocol):
     def vote(self, ack: Ack) -> list[Ack]:
         """The acknowledgements of all ranks that get the same requests in the same order."""
 
+    def memory_released(self) -> bool:
+        """Whether somebody has given the memory of the weights back to the device for now: nobody may touch it."""
+
     def idle(self) -> bool:
         """Whether no request holds anything computed from the weights, or will until generation continues."""
 
     def stop_batches(self) -> None:
-        """Let no batch run until generation is continued."""
+        """Take back what runs, and let no batch run until generation is continued."""
+
+    def settle(self) -> None:
+        """Move on what can be moved without running a batch; all ranks call it together."""
+
+    def disown(self) -> Ack:
+        """The weights are no version any more: tell running requests."""
 
     def wrote(self, version: str) -> None:
         """The weights are `version` now: tell running requests, and drop what was cached."""
@@ -72,35 +80,6 @@ class Released:
 
     version: int
     writes: int
-
-
-@dataclass(slots=True)
-class Job:
-    """An order at hand, which leads to `version`; -1 while that is not known.
-
-    `token`: the count of writes when its old bits were read, None if they were not.
-    """
-
-    name: str
-    files: RankFiles
-    targets: Targets
-    version: int = -1
-    token: int | None = None
-    old: Values | None = None
-    new: Values | None = None
-    cache: dict[str, list[Any]] = field(default_factory=dict)
-
-    def pieces(self, kind: str) -> Any:
-        """`targets`, `old` or `new`, from memory if they were small enough to be kept."""
-        return self.cache.get(kind) or getattr(self, kind)
-
-    def keep(self, *kinds: str) -> None:
-        """Read these arrays now: into memory if they are small, else only to check them."""
-        small = self.files.nbytes <= _IN_MEMORY
-        for kind in kinds:
-            kept = [array for array in getattr(self, kind) if small]
-            if small:
-                self.cache[kind] = kept
 
 
 class Rank:
@@ -124,21 +103,25 @@ class Rank:
         self._unfinished: str | None = None
         self._results: dict[str, Ack | None] = {}  # by task, in order of their start; None until it has ended
         self._working = threading.Lock()
+        self._touching = threading.Lock()  # live memory, to read a part of it or to count a write
         self._ops: dict[str, Callable[[Ack], Ack]] = {
             "hello": self._hello,
             "map": self._make_map,
-            "gather": lambda request: self._start(request, self._gather),
+            "gather": lambda request: self._start(request, partial(self._gather, self.writes)),
             "load": lambda request: self._start(request, self._load),
-            "digest": lambda request: self._start(request, self._digest),
+            "digest": lambda request: self._start(request, partial(self._digest, self.writes)),
             "poll": self._poll,
             "hold": self._hold,
-            "release": self._release,
         }
 
     def handle(self, request: Ack) -> list[Ack]:
         """Do what `request` says, on the scheduler's thread. Returns the acknowledgements of all ranks."""
+        if self.gate is not None or request["op"] == "scatter":
+            self._host.settle()
         if request["op"] == "scatter":
             return self._scatter(request)
+        if request["op"] == "release":
+            return self._release(request)
         if request["op"] == "ping":  # asked so often that a vote would be felt
             return [self.hello()]
         return self._host.vote(self._careful(lambda: self._ops[request["op"]](request)))
@@ -148,9 +131,26 @@ class Rank:
         return self._careful(lambda: self._hello({}))
 
     def somebody_writes(self) -> None:
-        """Weights are about to be written by something else than this plugin."""
-        self.writes += 1
+        """Weights are about to be written by something else than this plugin. Nobody reads them on return."""
+        if self._released is not None and self._released.writes == self.writes:
+            self._careful(self._host.disown)
+        self._count_write()
         self._foreign += 1
+
+    def _count_write(self) -> None:
+        self.writes += 1  # first, for readers take the lock again and again
+        with self._touching:
+            pass  # whoever reads has ended, or will find out before it reads on
+
+    @contextmanager
+    def _undisturbed(self, writes: int) -> Iterator[None]:
+        """Let nobody write while the block reads live memory. Raises EngineChanged if somebody has since `writes`."""
+        with self._touching:
+            if writes != self.writes:
+                raise EngineChanged(
+                    "weights were written while they were read", hint="it is tried again by itself"
+                )
+            yield
 
     def _careful(self, work: Callable[[], Ack]) -> Ack:
         try:
@@ -189,6 +189,7 @@ class Rank:
         """Trace where every canonical element lies, into `<rank>.map`; anew only if somebody may have moved them."""
         directory, began = Path(request["directory"]), time.perf_counter()
         catalog = Catalog.from_bytes(_read(directory / "catalog", request["catalog"]))
+        self._check_present()
         if self._catalog is None or self._catalog.hash != catalog.hash or self._mapped_at != self._foreign:
             self._trace(catalog)
         _write(directory / f"{self._host.rank}.map", self._map_data)
@@ -240,20 +241,21 @@ class Rank:
         result = self._results[name]
         return {"done": False} if result is None else {"done": True, **result}
 
-    def _gather(self, request: Ack) -> Ack:
-        """Read what is live where an order says, into `<rank>.old`."""
+    def _gather(self, writes: int, request: Ack) -> Ack:
+        """Read what is live where an order says, into `<rank>.old`.
+
+        `writes`: counted when it was asked for. A thread that counts for itself may begin in the middle of a write.
+        """
         map_, memories = self._mapped()
-        writes, began = self.writes, time.perf_counter()
+        began = time.perf_counter()
         job = self._open(request, map_)
         vectors = memories.vectors()
         with job.files.writer("old") as writer:
             for piece, targets in zip(job.files.order.pieces, job.targets, strict=True):
-                writer.add(live.gather(vectors[piece.memory], piece, targets))
+                with self._undisturbed(writes):
+                    old = live.gather(vectors[piece.memory], piece, targets)
+                writer.add(old)
         job.token, job.old = writes, job.files.open_values("old")
-        if writes != self.writes:
-            raise EngineChanged(
-                "weights were written while they were read", hint="it is tried again by itself"
-            )
         self._job = job
         return {"token": writes, "seconds": time.perf_counter() - began}
 
@@ -273,18 +275,15 @@ class Rank:
         self._job = job
         return {"seconds": time.perf_counter() - began, "bytes": job.files.nbytes}
 
-    def _digest(self, request: Ack) -> Ack:
-        """Digest every box of the map into `<rank>.digests`, uint64 in the order of boxes."""
+    def _digest(self, writes: int, request: Ack) -> Ack:
+        """Digest every box of the map into `<rank>.digests`, uint64 in the order of boxes. `writes`: as `_gather`."""
         map_, memories = self._mapped()
         assert self._catalog is not None, "made with the map"
-        writes, began = self.writes, time.perf_counter()
-        vectors = memories.vectors()
-        tensors = self._catalog.tensors
-        sums = [live.digest(tensors[box.tensor].name, vectors[box.memory], box) for box in map_.boxes]
-        if writes != self.writes:
-            raise EngineChanged(
-                "weights were written while they were read", hint="it is tried again by itself"
-            )
+        began, vectors, tensors = time.perf_counter(), memories.vectors(), self._catalog.tensors
+        sums = []
+        for box in map_.boxes:
+            with self._undisturbed(writes):
+                sums.append(live.digest(tensors[box.tensor].name, vectors[box.memory], box))
         data = np.array(sums, "<u8").tobytes()
         _write(Path(request["directory"]) / f"{self._host.rank}.digests", data)
         return {"hash": file_hash(data), "token": writes, "seconds": time.perf_counter() - began}
@@ -295,36 +294,41 @@ class Rank:
         self._released = None
         return {}
 
-    def _release(self, request: Ack) -> Ack:
-        """The daemon has found what is live to be a whole version: from now on generation may be continued."""
+    def _release(self, request: Ack) -> list[Ack]:
+        """The daemon has found what is live to be a whole version: from now on generation may be continued, on all
+        ranks or none.
+        """
+        acks = self._host.vote(self._careful(lambda: self._check_release(request)))
+        if all(ack["ok"] for ack in acks):
+            self._released = Released(request["version"], self.writes)
+            self.gate, self._job = None, None
+        return acks
+
+    def _check_release(self, request: Ack) -> Ack:
         if self._unfinished is not None:
             raise EngineChanged(f"order {self._unfinished} was written in part", hint="it is repeated first")
         if request["tokens"][self._host.rank] != self.writes:
             raise EngineChanged(
                 "weights were written since they were verified", hint="they are checked again"
             )
-        self._released = Released(request["version"], self.writes)
-        self.gate, self._job = None, None
-        return {}
+        return {"version": int(request["version"])}
 
     def _scatter(self, request: Ack) -> list[Ack]:
         """Write an order, all ranks or none; once begun, nothing runs until `release`, whoever asks for it."""
-        acks = self._host.vote(self._careful(lambda: self._check_scatter(request)))
+        job = self._job  # which a thread may replace at any time
+        acks = self._host.vote(self._careful(lambda: self._check_scatter(request, job)))
         if not all(ack["ok"] for ack in acks):
             return acks
-        job = self._job
         assert job is not None, "checked"
         self.gate = f"version {job.version} is being written"
         self._host.stop_batches()
-        self.writes += 1
+        self._count_write()
         self._released, self._unfinished = None, request["name"]
-        return [
-            {"began": True, **ack} for ack in self._host.vote(self._careful(lambda: self._write(request)))
-        ]
+        return [{"began": True, **ack} for ack in self._host.vote(self._careful(lambda: self._write(job)))]
 
-    def _check_scatter(self, request: Ack) -> Ack:
+    def _check_scatter(self, request: Ack, job: Job | None) -> Ack:
         """Everything that can be refused before the first write."""
-        job, (_, memories) = self._job, self._mapped()
+        _, memories = self._mapped()
         if job is None or job.name != request["name"] or job.new is None:
             raise StagedLost(f"order {request['name']} is not at hand", hint="it is staged again by itself")
         vectors = memories.vectors()
@@ -343,9 +347,8 @@ class Rank:
                 )
         return {}
 
-    def _write(self, request: Ack) -> Ack:
-        job, (map_, memories) = self._job, self._mapped()
-        assert job is not None, "checked"
+    def _write(self, job: Job) -> Ack:
+        map_, memories = self._mapped()
         vectors = memories.vectors()
         _synchronize(vectors)
         began = time.perf_counter()
@@ -373,9 +376,17 @@ class Rank:
         return Job(request["name"], files, files.open_targets())
 
     def _mapped(self) -> tuple[BoxMap, LiveMemories]:
+        self._check_present()
         if self._map is None or self._live is None or self._catalog is None:
             raise StagedLost("this rank has no map", hint="it is mapped again by itself")
         return self._map, self._live
+
+    def _check_present(self) -> None:
+        if self._host.memory_released():
+            raise EngineFailed(
+                "the memory of the weights has been released",
+                hint="POST /resume_memory_occupation; the subscriber goes on by itself",
+            )
 
 
 def _synchronize(vectors: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from subscriber.sglang.plugin import unguarded
 from subscriber.sglang.refusals import refusals
 
 
@@ -122,3 +123,24 @@ def test_long_lists_are_cut_and_counted() -> None:
     found = refusals(model, SimpleNamespace())
     assert len(found) == 21
     assert found[-1] == "… and 10 more of this kind"
+
+
+UPDATER = (
+    "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+    "update_weights_from_ipc", "begin_weight_update", "end_weight_update", "release_memory_occupation",
+    "resume_memory_occupation",
+)  # fmt: skip
+SCHEDULER = ("continue_generation", "pause_generation", "grammar_manager", "_add_request_to_queue")
+
+
+def test_a_release_whose_ways_of_writing_are_not_all_known_is_refused() -> None:
+    """A hook on a name that is not there does nothing, and SGLang goes on without it."""
+    updater = dict.fromkeys(UPDATER)
+    scheduler = dict.fromkeys(SCHEDULER)
+    assert unguarded(SimpleNamespace(**updater), SimpleNamespace(**scheduler)) == []
+    for name in (*UPDATER, *SCHEDULER):
+        (why,) = unguarded(
+            SimpleNamespace(**{key: None for key in updater if key != name}),
+            SimpleNamespace(**{key: None for key in scheduler if key != name}),
+        )
+        assert name in why

@@ -1,0 +1,150 @@
+"""A server as operators run it, with overlapping batches and grammars, that is held while strangers go on using it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from deltasync.demo.sglang_server import SglangOptions, SglangServer
+from tests.sglang import oracle
+from tests.sglang.conftest import SGLANG_PYTHON, Served, reset
+from tests.sglang.oracle import Stream
+from tests.sglang.test_following import equals_export
+from tests.sglang.training import Follower, training
+from tests.sglang.watcher import versions_of
+from tests.subscriber.parts import until
+from tests.support.tiny_models import VOCABULARY
+
+LONG: Final = 1800
+"""Tokens of a request that outlasts what is done meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def usual_server(dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    folder = tmp_path_factory.mktemp("usual")
+    words = {"<end>": 0} | {chr(i + 32): i for i in range(1, VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
+    options = SglangOptions(
+        python=SGLANG_PYTHON,
+        model=dense_checkpoint,
+        tokenizer=folder,
+        overlap=True,
+        flags=("--grammar-backend", "xgrammar", "--log-requests", "--context-length", "2048"),
+    )
+    with SglangServer(options, folder / "server.log") as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture
+def served(usual_server: SglangServer, dense_checkpoint: Path) -> Served:
+    return reset(usual_server, dense_checkpoint)
+
+
+def hold(server: SglangServer) -> None:
+    """As a subscriber does that finds no version of its stream."""
+    action = "deltasync:" + json.dumps({"op": "hold", "reason": "somebody holds it"})
+    assert oracle.post(server, "/weights_checker", action=action)["success"]
+
+
+def spoil(server: SglangServer) -> None:
+    """Write over all weights, whatever is going on."""
+    oracle.post(server, "/weights_checker", action="reset_tensors")
+
+
+class Ask:
+    """A request for an object of JSON, on a thread."""
+
+    def __init__(self, server: SglangServer) -> None:
+        self.meta: dict[str, Any] = {}
+        self._server = server
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        sampling = {"max_new_tokens": 8, "json_schema": json.dumps({"type": "object"})}
+        with self._server.client(120) as client:
+            answer = client.post("/generate", json={"text": "{", "sampling_params": sampling})
+        assert answer.status_code == httpx.codes.OK
+        self.meta = answer.json()["meta_info"]
+
+    def result(self) -> dict[str, Any]:
+        self._thread.join(120)
+        return self.meta
+
+
+def test_running_requests_go_on_while_batches_overlap(served: Served, tmp_path: Path) -> None:
+    server = served.server
+    with training(served.checkpoint, tmp_path) as trainer:
+        with Follower(server.url, trainer) as follower:
+            follower.reach(trainer.publish())
+            with Stream(server, tokens=LONG) as stream:
+                stream.wait_for(10)
+                follower.reach(trainer.publish())
+            assert versions_of(stream.meta) == ("1", "2")
+            assert len(stream.ids) == LONG
+        equals_export(served, trainer)
+
+
+def test_a_request_that_waits_for_its_grammar_does_not_hold_up_a_held_server(
+    served: Served, tmp_path: Path
+) -> None:
+    """It comes in by a stranger's /continue_generation, and would have to leave its queue before a flush."""
+    server = served.server
+    hold(server)
+    spoil(server)
+    oracle.continue_generation(server)
+    ask = Ask(server)
+    until(lambda: "json_schema" in server.log.read_text().rpartition("Receive: ")[2])
+    with training(served.checkpoint, tmp_path) as trainer:
+        trainer.publish()
+        with Follower(server.url, trainer) as follower:
+            follower.reach(1)
+            assert versions_of(ask.result()) == ("1",)
+        equals_export(served, trainer)
+
+
+@pytest.mark.parametrize("pause", ["retract", "abort"])
+def test_a_server_that_was_held_with_a_batch_at_hand(pause: str, served: Served, tmp_path: Path) -> None:
+    server = served.server
+    with training(served.checkpoint, tmp_path) as trainer:
+        trainer.publish()
+        with Stream(server, tokens=LONG) as stream:
+            stream.wait_for(5)
+            hold(server)
+            spoil(server)
+            with Follower(server.url, trainer, pause=pause, pause_timeout=5.0) as follower:
+                follower.reach(1)
+        equals_export(served, trainer)
+
+
+def test_tokens_of_somebody_elses_weights_do_not_go_by_our_version(served: Served, tmp_path: Path) -> None:
+    """The writer names no version, and what it wrote is replaced by the very version that was there before."""
+    server = served.server
+    with training(served.checkpoint, tmp_path) as trainer, Follower(server.url, trainer) as follower:
+        follower.reach(trainer.publish())
+        with Stream(server, tokens=LONG) as stream:
+            stream.wait_for(10)
+            spoil(server)
+        assert versions_of(stream.meta) == ("1", "unknown", "1")
+        follower.reach(1)
+        assert oracle.info(server, "/model_info")["weight_version"] == "1"
+
+
+def test_a_server_that_somebody_else_holds_is_not_ready(served: Served, tmp_path: Path) -> None:
+    """And is released, since it is found to be at its version still."""
+    with training(served.checkpoint, tmp_path) as trainer, Follower(served.server.url, trainer) as follower:
+        follower.reach(trainer.publish())
+        report = follower.subscriber.report
+        hold(served.server)
+        until(lambda: not report.ready)
+        until(lambda: report.ready)
+        assert len(oracle.logprobs(served.server)) > 0
+        assert follower.applied[-1].version == 1
