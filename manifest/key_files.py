@@ -8,12 +8,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 from chunkstore.errors import ConfigError
 from manifest.errors import LocalDiskError
-from manifest.signing import PublicKey, Signer, Trust
+from manifest.signing import PRIVATE, PublicKey, Signer, Trust
 
 _MAX_FILE: Final = 4096
 
 
 def _public(text: str) -> str:
+    if text.strip().startswith(PRIVATE):  # not a ValueError, whose message would show the value
+        raise ConfigError(
+            "trust.keys: holds a private key",
+            hint="name the public one, and make a new pair: this one is not secret now",
+        )
     return str(PublicKey.parse(text))
 
 

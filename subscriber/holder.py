@@ -185,4 +185,6 @@ class Holder:
     def _record(self, manifest: Manifest) -> None:
         record = AppliedRecord(manifest.version, manifest.root.hex(), manifest.hash.hex())
         self._journal.write(Entry(self._stream, record))
+        if self._log.trust is not None:
+            self._journal.reach(self._stream, manifest.version)
         self.held = Held(manifest.version, manifest.root, manifest.hash, manifest.digest_array)

@@ -53,6 +53,13 @@ class _Wire(BaseModel):
     entry: Entry
 
 
+class _HighWater(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    format: int
+    stream: str
+    version: int
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make `directory`, and let no other process use it while the block runs.
@@ -106,15 +113,40 @@ class Journal:
 
     def write(self, entry: Entry) -> None:
         """Replace the entry atomically; durable on return. Raises StagingFull, StagingUnavailable."""
-        data: dict[str, Any] = {"format": FORMAT, "boot_id": self._boot_id, "entry": asdict(entry)}
-        temporary = self._path.with_suffix(".tmp")
+        self._replace(self._path, {"format": FORMAT, "boot_id": self._boot_id, "entry": asdict(entry)})
+
+    @property
+    def high_water(self) -> Path:
+        """The file of `reached`."""
+        return self._directory / "reached.json"
+
+    def reached(self, stream: str) -> int:
+        """The highest version of `stream` (hex id) that any life of the engine was brought to, −1 if none is known.
+
+        Raises StagingUnavailable.
+        """
+        try:
+            with disk_errors(self._directory):
+                data = self.high_water.read_bytes() if self.high_water.exists() else b""
+            mark = _HighWater.model_validate_json(data)
+        except ValidationError:
+            return -1
+        return mark.version if (mark.format, mark.stream) == (FORMAT, stream) else -1
+
+    def reach(self, stream: str, version: int) -> None:
+        """Raise `reached` to `version`; durable on return. Raises StagingFull, StagingUnavailable."""
+        if version > self.reached(stream):
+            self._replace(self.high_water, {"format": FORMAT, "stream": stream, "version": version})
+
+    def _replace(self, path: Path, data: dict[str, Any]) -> None:
+        temporary = path.with_suffix(".tmp")
         with disk_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             with temporary.open("w") as file:
                 json.dump(data, file)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.rename(self._path)
+            temporary.rename(path)
             directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(directory)

@@ -11,6 +11,7 @@ from typing import Final
 
 from chunkstore.errors import Action, DeltasyncError
 from chunkstore.store import Store
+from manifest.errors import Untrusted
 from manifest.key_files import load_trust
 from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
@@ -204,6 +205,7 @@ class Session:
         await self._check(follower)
         if not self._recovered:
             await self._newest(self._seen)
+            await self._check_not_rolled_back(follower)
             await follower.recover(self._seen)
             self._recovered = True
             if follower.holder.held is not None and not self._strays:
@@ -214,6 +216,7 @@ class Session:
         target = await self._target(version)
         if target is None:
             return True
+        await self._check_not_rolled_back(follower)
         try:
             applied = await follower.follow(target)
         except EngineRestarted:
@@ -244,6 +247,26 @@ class Session:
             if isinstance(error, EngineChanged):
                 await self._engine.hold(error.message)
             raise
+
+    async def _check_not_rolled_back(self, follower: Follower) -> None:
+        """Raises Untrusted if a signed stream shows less than this engine has had; from then on it serves nothing.
+
+        What an engine holds never goes down anyway; this is for the one that has lost it.
+        """
+        log = self._connected.log
+        if log.trust is None or follower.holder.held is not None or self._seen < 0:
+            return
+        reached = self._journal.reached(log.stream.id.hex())
+        if self._seen >= reached:
+            return
+        error = Untrusted(
+            f"{log.store.url} shows versions up to {self._seen}, but version {reached} was applied here before",
+            hint=f"newer versions are hidden, refused or deleted: see docs/security.md; to go back to {self._seen} "
+            f"on purpose, remove {self._journal.high_water}",
+        )
+        if self._report.reason != error.message:
+            await follower.holder.abandon(error.message)
+        raise error
 
     async def _target(self, held: int) -> int | None:
         """The version to go to now, if any: a newer one at once, one that failed when its time has come."""

@@ -229,6 +229,9 @@ def test_a_private_key_in_place_of_a_public_one_is_said_and_not_shown(tmp_path: 
     with pytest.raises(ConfigError, match="is a private key") as refused:
         read_public_key(str(file))
     assert text.removeprefix(PRIVATE) not in str(refused.value)
+    with pytest.raises(ConfigError, match="holds a private key") as in_config:
+        parse_config({"keys": [text]}, TrustConfig, source="x")
+    assert text.removeprefix(PRIVATE) not in str(in_config.value)
 
 
 @given(st.binary(min_size=32, max_size=32))

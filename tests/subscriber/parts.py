@@ -218,9 +218,9 @@ class Worker:
         self.applied: list[AppliedVersion] = []
         self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
 
-    def restart(self) -> None:
+    def restart(self, boot_id: str = "boot") -> None:
         """A new subscriber process over the same live weights: nothing survives but them and the files."""
-        self.engine = TorchEngine(self.module, boot_id="boot")
+        self.engine = TorchEngine(self.module, boot_id=boot_id)
         self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
 
     def holds(self, version: int) -> bool:

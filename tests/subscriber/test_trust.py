@@ -20,7 +20,16 @@ from manifest.signing import Signer
 from subscriber.engine import Prepared, Scattered
 from subscriber.errors import EngineFailed
 from subscriber.torch_engine import TorchEngine
-from tests.subscriber.parts import TIMEOUT, Worker, differing, live_bits, running, small_weights, until
+from tests.subscriber.parts import (
+    TIMEOUT,
+    Worker,
+    differing,
+    live_bits,
+    module_for,
+    running,
+    small_weights,
+    until,
+)
 from tests.support.keys import make_signer
 from tests.support.streams import StreamBuilder, random_weights
 
@@ -200,6 +209,51 @@ def test_an_interrupted_apply_of_a_revoked_key_is_not_finished(
     once(worker)
     assert worker.holds(2)
     assert worker.applied[-1].from_anchor
+
+
+def cut_off(builder: StreamBuilder, first: int) -> None:
+    for version in range(first, builder.version + 1):
+        builder.store.delete(manifest_key(version))
+
+
+def test_a_newly_started_engine_is_not_brought_below_what_it_had(
+    builder: StreamBuilder, tmp_path: Path
+) -> None:
+    """An attacker who may delete cuts the log off, and waits for an engine to restart."""
+    builder.train(steps=3)
+    worker = follow(tmp_path, builder)
+    once(worker)
+    cut_off(builder, 2)
+    worker.module = module_for(builder.weights[0], builder.aliases)
+    worker.restart(boot_id="another-life")
+    before = bits_of(worker.module)
+    with pytest.raises(Untrusted, match=r"up to 1, but version 3 was applied here before") as refused:
+        once(worker)
+    assert bits_of(worker.module) == before
+    with running(worker.subscriber) as subscriber:
+        until(lambda: worker.reports(lambda said: "was applied here before" in said))
+        assert subscriber.report.status().state == "held"
+        builder.store.put(manifest_key(2), builder.manifests[2].data)
+        builder.store.put(manifest_key(3), builder.manifests[3].data)
+        subscriber.wait_for(3, TIMEOUT)
+        assert worker.holds(3)
+        cut_off(builder, 2)
+    Path(refused.value.hint.rpartition(" ")[2]).unlink()
+    worker.restart(boot_id="a-third-life")
+    once(worker)
+    assert worker.engine.version == 1
+
+
+def test_an_unsigned_log_may_be_cut_off(tmp_path: Path) -> None:
+    """As before: a bucket that was restored from a backup starts engines without anybody's help."""
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    builder.train(steps=3)
+    worker = Worker(tmp_path, builder)
+    once(worker)
+    cut_off(builder, 2)
+    worker.restart(boot_id="another-life")
+    once(worker)
+    assert worker.engine.version == 1
 
 
 def test_alternates_are_used_only_if_they_are_signed(builder: StreamBuilder, tmp_path: Path) -> None:
