@@ -28,6 +28,7 @@ from deltasync.commands import (
     publisher_run,
     smoke,
     status,
+    store_compact,
     store_export,
     store_gc,
     store_show,
@@ -53,11 +54,12 @@ def build_parser() -> argparse.ArgumentParser:
     publisher_run.register(commands)
     subscriber_run.register(commands)
     status.register(commands)
-    store = commands.add_parser("store", help="look after a stream: show, verify, export, gc")
+    store = commands.add_parser("store", help="look after a stream: show, verify, export, compact, gc")
     store_commands = store.add_subparsers(title="commands", metavar="COMMAND", required=True)
     store_show.register(store_commands)
     store_verify.register(store_commands)
     store_export.register(store_commands)
+    store_compact.register(store_commands)
     store_gc.register(store_commands)
     keys = commands.add_parser("keys", help="keys for signed streams: generate")
     keys_generate.register(keys.add_subparsers(title="commands", metavar="COMMAND", required=True))

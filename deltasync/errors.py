@@ -33,6 +33,7 @@ from manifest.errors import (
 )
 from publisher.errors import (
     CaptureLost,
+    CompactionLate,
     MappingMismatch,
     OptimizerRefused,
     PublisherStopped,
@@ -61,6 +62,7 @@ __all__ = [
     "CaptureLost",
     "ChainError",
     "CommitUnknown",
+    "CompactionLate",
     "ConfigError",
     "CorruptObject",
     "CredentialsExpired",

@@ -6,7 +6,7 @@ Disk: the size of the model, which is why only commands that write or check a wh
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,14 +40,16 @@ class Image:
         self.arrays = arrays
         self.digests = [0] * len(catalog.tensors)
 
-    def apply(self, store: Store, manifest: Manifest) -> None:
+    def apply(self, store: Store, manifest: Manifest, check: Callable[[], None] = lambda: None) -> None:
         """Move from the base of `manifest` to its version and check every tensor's digest.
 
+        `check`: called before each chunk; may raise.
         Raises ManifestInvalid, or ObjectMissing or CorruptObject naming the chunk; CorruptObject naming the
         manifest and the tensors whose digest is not the promised one; or the store's error.
         """
         check_layout(manifest, self.catalog)
         for ref in manifest.chunks:
+            check()
             reader = fetch_chunk(store, ref, self.catalog)
             for i in range(len(reader.sections)):
                 self.write(reader.decode(i))

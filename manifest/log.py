@@ -157,6 +157,11 @@ class VersionLog:
         """`manifest` as it is to be committed, or stored as an alternate: signed, where this log has a signer."""
         return manifest if self._signer is None else self._signer.sign(manifest)
 
+    @property
+    def signs(self) -> bool:
+        """Whether this log has a signer."""
+        return self._signer is not None
+
     def check_trusted(self, manifest: Manifest, name: str) -> None:
         """Raises Untrusted, calling it `name`, unless `manifest` satisfies `trust`."""
         if self.trust is not None:

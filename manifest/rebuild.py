@@ -1,5 +1,7 @@
 """Bring an image to one version, by whatever path is left."""
 
+from collections.abc import Callable
+
 from chunkstore.errors import CorruptObject, DeltasyncError, ObjectMissing
 from manifest.errors import ChainError, ManifestInvalid
 from manifest.history import find_plan
@@ -8,11 +10,14 @@ from manifest.log import VersionLog
 from manifest.schema import Manifest
 
 
-def rebuild(log: VersionLog, version: int, image: Image) -> Manifest:
+def rebuild(
+    log: VersionLog, version: int, image: Image, check: Callable[[], None] = lambda: None
+) -> Manifest:
     """Bring `image`, of the catalog of `version`, to that version; return the manifest whose digests it now has.
 
     The cheapest path first; around a step whose objects are gone, as they are once garbage collection has passed, or
-    damaged, by another one. Raises the error of the first path when none is left: ObjectMissing, CorruptObject,
+    damaged, by another one. `check`: called before each chunk; may raise.
+    Raises the error of the first path when none is left: ObjectMissing, CorruptObject,
     ManifestInvalid, ChainError; or the store's.
     """
     unusable: set[bytes] = set()
@@ -26,7 +31,7 @@ def rebuild(log: VersionLog, version: int, image: Image) -> Manifest:
             raise first from error
         for step in steps:
             try:
-                image.apply(log.store, step)
+                image.apply(log.store, step, check)
             except (ObjectMissing, CorruptObject, ManifestInvalid) as error:
                 first = first or error
                 unusable.add(step.hash)

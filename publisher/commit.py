@@ -13,6 +13,7 @@ from chunkstore.crashpoints import crash_point
 from manifest.catalog import Catalog, root_digest
 from manifest.log import VersionLog
 from manifest.schema import ChunkRef, Manifest, Stats
+from publisher.compact import anchor_of
 from publisher.takeover import fenced
 from publisher.tracking import Taken
 from publisher.upload import Upload, Uploaded
@@ -121,7 +122,7 @@ class Attempt:
         else:
             self.manifest = self.base
         if whole is not None:
-            self.alternate = self.log.signed(self._anchor_of(self.manifest, whole))
+            self.alternate = self.log.signed(anchor_of(self.manifest, self.anchor_attempt, whole))
         crash_point("publisher.before_manifest")
         return self.settle()
 
@@ -150,24 +151,4 @@ class Attempt:
             digests=digests.astype("<u8").tobytes(),
             chunks=chunks,
             stats=stats,
-        )
-
-    def _anchor_of(self, manifest: Manifest, whole: Uploaded) -> Manifest:
-        """The same version, encoded whole (alternates/…)."""
-        return manifest.model_copy(
-            update={
-                "kind": "anchor",
-                "base_version": None,
-                "base_root": None,
-                "parent_hash": manifest.hash,
-                "commit_id": secrets.token_bytes(16),
-                "attempt": self.anchor_attempt,
-                "chunks": whole.chunks,
-                "signature": None,
-                "stats": Stats(
-                    elements=self.taken.stats.elements,
-                    changed=whole.changed,
-                    bytes_by_encoding=dict(whole.bytes_by_encoding),
-                ),
-            }
         )

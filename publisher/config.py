@@ -16,6 +16,21 @@ class PublisherHttpConfig(HttpConfig):
     port: int = Field(default=8081, ge=0, le=65535)
 
 
+class AnchorConfig(BaseModel):
+    """When the publisher process stores a version whole: the first of the two that holds; null turns one off.
+
+    `every`: so many versions after the last anchor. `chain_weight`: when the versions since the last anchor have so
+    many times its bytes. `grace`: what `store gc` is given, in seconds. `scratch`: a folder with room for the model.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: int | None = Field(default=None, ge=1)
+    chain_weight: float | None = Field(default=1.0, gt=0)
+    grace: float = Field(default=86400.0, gt=0)
+    scratch: Path | None = None
+
+
 class PublisherConfig(BaseModel):
     """What `publisher.yaml` may hold. Exactly one of `base_checkpoint` and `inference_dtype` is given."""
 
@@ -52,6 +67,10 @@ class PublisherConfig(BaseModel):
     )
     capture_timeout: float = Field(
         default=60.0, gt=0, description="seconds that the trainer waits for the publisher process at most"
+    )
+    anchors: AnchorConfig | None = Field(
+        default=AnchorConfig(),
+        description="when `deltasync publisher run` stores a version whole; null: never",
     )
     http: PublisherHttpConfig | None = Field(
         default=PublisherHttpConfig(), description="of `deltasync publisher run`; null turns the server off"

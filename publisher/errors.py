@@ -7,7 +7,8 @@ DeltasyncError
 ├── SidecarUnavailable   the publisher process is not there, has died or does not answer; nothing is lost (retry)
 ├── SidecarBusy          the publisher process still uploads the version before; nothing is lost (retry)
 ├── CaptureLost          the weights moved while they were read, or it took too long; nothing is lost (retry)
-└── SpoolInvalid         a file or message in the spool that the other side cannot have meant (fatal)
+├── SpoolInvalid         a file or message in the spool that the other side cannot have meant (fatal)
+└── CompactionLate       an anchor was not built within half of garbage collection's grace period (retry)
 """
 
 from chunkstore.errors import Action, DeltasyncError
@@ -42,3 +43,8 @@ class CaptureLost(DeltasyncError):
 
 class SpoolInvalid(DeltasyncError):
     kind = "spool_invalid"
+
+
+class CompactionLate(DeltasyncError):
+    kind = "compaction_late"
+    action = Action.RETRY

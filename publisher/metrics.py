@@ -32,6 +32,9 @@ class Metrics:
         self._fraction = gauge("changed_fraction", "Stored elements of the newest version, of all elements")
         self._bits = gauge("bits_per_changed_element", "Chunk bits per stored element of the newest version")
         self.trainers = counter("trainers", "Trainers whose stream was opened")
+        self.anchors = counter(
+            "anchors", "Versions stored whole by the publisher process, beside the trainer"
+        )
         self.errors = counter("errors", "Errors, by kind", "kind")
         self._versions = counter("versions", "Versions committed")
         self._steps = counter("optimizer_steps", "Optimizer steps that committed versions cover")

@@ -17,6 +17,8 @@ from chunkstore.http import StatusServer
 from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
 from chunkstore.store import Store
+from manifest.key_files import load_signer
+from publisher.anchors import RoutineAnchors
 from publisher.config import PublisherConfig
 from publisher.frames import SOCKET
 from publisher.listener import Listener
@@ -45,6 +47,9 @@ def run_publisher(config: PublisherConfig) -> int:
         if config.http is not None:
             server = stack.enter_context(StatusServer(config.http, report.answers()))
             log.info("serving HTTP at %s:%d", config.http.host, server.port)
+        if config.anchors is not None:
+            signer = load_signer(config.signing)
+            stack.enter_context(RoutineAnchors(store, config.anchors, signer, report))
         stack.enter_context(_stopped_by_signals(listener))
         serve_trainers(config, store, config.spool, listener, report)
     log.info("stopped")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 if TYPE_CHECKING:
     from chunkstore.metrics import StoreMetrics
     from chunkstore.store import Store
+    from manifest.log import VersionLog
     from manifest.signing import Trust
 
 
@@ -66,6 +67,18 @@ def version_number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > MAX_VERSION:
         raise argparse.ArgumentTypeError(f"{text!r} is no version: versions are whole numbers from 0 on")
     return int(text)
+
+
+def newest_version(log: "VersionLog") -> int:
+    """Raises ObjectMissing if there is no version."""
+    from chunkstore.errors import ObjectMissing
+
+    newest = log.newest()
+    if newest is None:
+        raise ObjectMissing(
+            f"{log.store.url} has no version yet", hint="wait for the publisher's first anchor"
+        )
+    return newest.version
 
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -2,21 +2,18 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deltasync.commands._common import (
     Commands,
     add_store_options,
     add_trust_option,
     human_bytes,
+    newest_version,
     print_json,
     store_of,
     trust_of,
     version_number,
 )
-
-if TYPE_CHECKING:
-    from manifest.log import VersionLog
 
 
 def register(commands: Commands) -> None:
@@ -50,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with transfer("export") as reading:
         store, trust = store_of(args, reading), trust_of(args)
         log = VersionLog(store, open_stream(store, trust), trust=trust)
-        version = _newest(log) if args.version is None else args.version
+        version = newest_version(log) if args.version is None else args.version
         if reading.shown:
             reading.expect(find_plan(log, None, version).nbytes)
         done = export_checkpoint(store, version, args.directory, config_dir=args.config, trust=trust)
@@ -62,14 +59,3 @@ def run(args: argparse.Namespace) -> int:
             f"version {done.version}: {human_bytes(done.nbytes)} of tensors in {done.directory}, all digests verified"
         )
     return 0
-
-
-def _newest(log: "VersionLog") -> int:
-    from chunkstore.errors import ObjectMissing
-
-    newest = log.newest()
-    if newest is None:
-        raise ObjectMissing(
-            f"{log.store.url} has no version yet", hint="wait for the publisher's first anchor"
-        )
-    return newest.version

@@ -16,7 +16,7 @@ from chunkstore.open import StoreConfig
 from deltasync.cli import build_parser, main
 from deltasync.demo.rows import PHASES
 from manifest.key_files import SigningConfig, TrustConfig
-from publisher.config import PublisherConfig, PublisherHttpConfig
+from publisher.config import AnchorConfig, PublisherConfig, PublisherHttpConfig
 from publisher.metrics import Metrics as PublisherMetrics
 from subscriber.config import SGLangEngineConfig, SubscriberConfig, TorchEngineConfig
 from subscriber.metrics import Metrics
@@ -156,6 +156,7 @@ def check_command(line: str) -> None:
         ("### `subscriber.yaml`", SubscriberConfig, ""),
         ("### `subscriber.yaml`", HttpConfig, "http."),
         ("### `publisher.yaml`", SigningConfig, "signing."),
+        ("### `publisher.yaml`", AnchorConfig, "anchors."),
         ("### `subscriber.yaml`", TrustConfig, "trust."),
         ("### `engine` of the torch kind", TorchEngineConfig, "engine."),
         ("### `engine` of the SGLang kind", SGLangEngineConfig, "engine."),
@@ -166,7 +167,7 @@ def test_every_config_key_is_documented_with_its_default(
 ) -> None:
     section = OPERATING.partition(heading)[2].partition("\n#")[0]
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", section, flags=re.MULTILINE))
-    nested = {"http", "signing", "trust"}
+    nested = {"anchors", "http", "signing", "trust"}
     documented = {k.removeprefix(prefix) for k in rows if k.startswith(prefix) and ("." in k) == bool(prefix)}
     assert documented == set(model.model_fields) - nested
     for name in documented:

@@ -184,6 +184,21 @@ def test_verify_without_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("stream.msgpack: object_missing: ")
 
 
+def test_compact_stores_the_newest_version_whole(
+    stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["store", "compact", url, "--json"]) == 0
+    anchor = stream.log.read_alternate(2)
+    assert anchor is not None
+    assert json_of(capsys) == {
+        "version": 2, "root": anchor.root.hex(), "nbytes": anchor.nbytes, "chunks": [c.key for c in anchor.chunks],
+    }  # fmt: skip
+    assert main(["store", "compact", url, "--version", "1"]) == 0
+    assert capsys.readouterr().out.startswith("version 1 is stored whole: ")
+    assert stream.log.alternates() == [1, 2]
+    assert main(["store", "verify", url]) == 0
+
+
 def age(directory: Path, seconds: float) -> None:
     """Make everything below `directory` that much older."""
     for path in directory.rglob("*"):
