@@ -19,6 +19,7 @@ from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import PublisherStopped
 from publisher.optimizers import check_not_capturing, step_records, stepped
+from publisher.refusals import Refusals
 from publisher.sidecar import SidecarFeed
 from publisher.watch import Masters, Watched, plan_watch, watch
 from publisher.writer import StreamWriter
@@ -43,9 +44,10 @@ class Feed(Protocol):
 class LocalFeed:
     """Everything in the trainer's own process."""
 
-    def __init__(self, writer: StreamWriter, watched: Watched) -> None:
+    def __init__(self, writer: StreamWriter, watched: Watched, refusals: Refusals) -> None:
         self._writer = writer
         self._watched = watched
+        self._refusals = refusals
 
     @property
     def version(self) -> int:
@@ -68,7 +70,10 @@ class LocalFeed:
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         self._watched.refresh()
-        return self._writer.publish(train_step, anchor=anchor)
+        anchor = anchor or self._refusals.wanted
+        handle = self._writer.publish(train_step, anchor=anchor)
+        self._refusals.after(handle, anchor=anchor)
+        return handle
 
     def close(self) -> None:
         self._writer.close()
@@ -128,9 +133,10 @@ class Publisher:
             plan = plan_watch(model, optimizers, checkpoint, settings)
             return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
         watched = watch(model, optimizers, checkpoint, settings, masters)
-        writer = StreamWriter(store or open_store(settings.store), settings, watched.catalog, watched.shards)
+        store = store or open_store(settings.store)
+        writer = StreamWriter(store, settings, watched.catalog, watched.shards)
         writer.open(checkpoint)
-        return cls(LocalFeed(writer, watched), optimizers)
+        return cls(LocalFeed(writer, watched, Refusals(store)), optimizers)
 
     @property
     def version(self) -> int:

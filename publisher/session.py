@@ -36,6 +36,7 @@ from publisher.messages import (
     parse,
 )
 from publisher.optimizers import StepRecord
+from publisher.refusals import Refusals
 from publisher.report import Report
 from publisher.shard import Shard, Source
 from publisher.spool import MappedState, Moment
@@ -62,6 +63,7 @@ class Session:
         self._seq = 0
         self._state: MappedState | None = None
         self._writer: StreamWriter | None = None
+        self._refusals = Refusals(store)
 
     def run(self) -> None:
         """Serve until the trainer leaves. What it does wrong ends its session, never this process."""
@@ -149,9 +151,11 @@ class Session:
             self._opened.lose_track(request.missed)
         for shard, record in records:
             shard.step = record.step
-        handle = self._opened.publish(request.train_step, anchor=request.anchor)
+        anchor = request.anchor or self._refusals.wanted
+        handle = self._opened.publish(request.train_step, anchor=anchor)
         crash_point("sidecar.sealed")
         handle.when_done(lambda future: self._tell(request.seq, future))
+        self._refusals.after(handle, anchor=anchor)
 
     def _tell(self, seq: int, future: "Future[Commit | None]") -> None:
         """On the thread that commits."""

@@ -200,7 +200,7 @@ class Report:
             )  # fmt: skip
             if refuse and version is not None:
                 self._state.refused[version] = RefusedVersion(
-                    version=version, kind=error.kind, message=error.message[:4000]
+                    version=version, kind=error.kind, action=error.action, message=error.message[:4000]
                 )
                 for old in sorted(self._state.refused)[:-MAX_REFUSED]:
                     del self._state.refused[old]

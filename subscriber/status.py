@@ -24,10 +24,11 @@ class ErrorStatus(_Wire):
 
 
 class RefusedVersion(_Wire):
-    """A version that this subscriber tried and could not apply."""
+    """A version that this subscriber tried and could not apply; `kind` and `action` are the error's."""
 
     version: int
     kind: str
+    action: str = ""
     message: Text
 
 
