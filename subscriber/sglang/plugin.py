@@ -8,6 +8,7 @@ releases named in docs/sglang.md; one where a hooked name is missing is refused.
 import json
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -68,12 +69,10 @@ class Server:
         return self._updater.scheduler
 
     def describe(self) -> "Ack":
-        from importlib.metadata import version
-
         args = self._scheduler.server_args
         return {
-            "sglang": version("sglang"),
-            "deltasync": version("deltasync"),
+            "sglang": _release("sglang"),
+            "deltasync": _release("deltasync"),
             "model": str(args.model_path),
             "architecture": type(self.model).__name__,
             "replica": self._replica,
@@ -125,6 +124,14 @@ class Server:
         self._updater.record_weight_version_after_update(version)
         if not self._updater.flush_cache(empty_cache=False):
             raise RuntimeError("the cache of the old weights could not be dropped")
+
+
+@cache
+def _release(distribution: str) -> str:
+    """Which is looked up on disk: milliseconds, and a scheduler is asked all the time."""
+    from importlib.metadata import version
+
+    return version(distribution)
 
 
 def unguarded(updater: object, scheduler: object) -> list[str]:
