@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from publisher.commit import Commit as Commit
     from publisher.commit import PublishHandle as PublishHandle
     from publisher.config import PublisherConfig as PublisherConfig
+    from publisher.group import Owned as Owned
+    from publisher.group import Writer as Writer
     from publisher.publisher import Publisher as Publisher
     from publisher.share import share_optimizer_state as share_optimizer_state
     from subscriber.config import SubscriberConfig as SubscriberConfig
@@ -34,6 +36,7 @@ _HOME: Final = {
     "DeltasyncError": "chunkstore.errors",
     "Engine": "subscriber.engine",
     "Manifest": "manifest.schema",
+    "Owned": "publisher.group",
     "PublishHandle": "publisher.commit",
     "Publisher": "publisher.publisher",
     "PublisherConfig": "publisher.config",
@@ -41,6 +44,7 @@ _HOME: Final = {
     "Subscriber": "subscriber.daemon",
     "SubscriberConfig": "subscriber.config",
     "TorchEngine": "subscriber.torch_engine",
+    "Writer": "publisher.group",
     "share_optimizer_state": "publisher.share",
 }
 """Public name → the module that defines it."""
@@ -52,6 +56,7 @@ __all__ = [
     "DeltasyncError",
     "Engine",
     "Manifest",
+    "Owned",
     "PublishHandle",
     "Publisher",
     "PublisherConfig",
@@ -59,6 +64,7 @@ __all__ = [
     "Subscriber",
     "SubscriberConfig",
     "TorchEngine",
+    "Writer",
     "share_optimizer_state",
 ]
 

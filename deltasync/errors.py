@@ -32,6 +32,7 @@ from manifest.errors import (
     Untrusted,
 )
 from publisher.errors import (
+    AttemptAbandoned,
     CaptureLost,
     CompactionLate,
     MappingMismatch,
@@ -40,6 +41,9 @@ from publisher.errors import (
     SidecarBusy,
     SidecarUnavailable,
     SpoolInvalid,
+    WriterMissing,
+    WriterReplaced,
+    WritersDisagree,
 )
 from subscriber.errors import (
     EngineChanged,
@@ -59,6 +63,7 @@ from subscriber.errors import (
 __all__ = [
     "AccessDenied",
     "Action",
+    "AttemptAbandoned",
     "CaptureLost",
     "ChainError",
     "CommitUnknown",
@@ -99,4 +104,7 @@ __all__ = [
     "SubscriberError",
     "Untrusted",
     "VerificationFailed",
+    "WriterMissing",
+    "WriterReplaced",
+    "WritersDisagree",
 ]

@@ -48,10 +48,10 @@ class Board:
         if held != call.data:
             raise ManifestInvalid(f"{self.store.url}/{key} holds another's bytes, though its name is random")
 
-    def newest_call(self, version: int, base: bytes | None) -> Call | None:
-        """The group's newest call for `version` on top of the manifest with hash `base`; None if there is none."""
+    def calls(self, version: int, base: bytes | None) -> list[Call]:
+        """The group's calls for `version` on top of the manifest with hash `base`, oldest first."""
         calls = [c for c in self._read_calls(version) if c.layout == self.layout and c.base == base]
-        return max(calls, key=lambda call: call.number, default=None)
+        return sorted(calls, key=lambda call: call.number)
 
     def find_call(self, version: int, attempt: bytes) -> Call | None:
         """That one call, if it is the group's."""

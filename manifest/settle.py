@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from chunkstore.errors import (
     AccessDenied,
@@ -19,6 +20,8 @@ from chunkstore.errors import (
 from chunkstore.store import Store
 from manifest.errors import CommitUnknown
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -28,7 +31,7 @@ class Patience:
     first_delay: float = 0.1
     longest_delay: float = 5.0
     clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] = time.sleep
 
 
 def settle(store: Store, key: str, data: bytes, *, limit: int, patience: Patience) -> bytes:
@@ -84,3 +87,16 @@ def _offer(store: Store, key: str, data: bytes) -> _Offer:
         return _Offer(problem=error)  # refused outright
     except DeltasyncError as error:
         return _Offer(problem=error, may_land=True)
+
+
+def wait_for(look: Callable[[], T | None], patience: Patience) -> T | None:
+    """What `look` finds as soon as it finds something; None at the deadline. Looks at least once."""
+    give_up = patience.clock() + patience.deadline
+    delay = patience.first_delay
+    while (found := look()) is None:
+        left = give_up - patience.clock()
+        if left <= 0:
+            return None
+        patience.sleep(min(delay, left))
+        delay = min(2 * delay, patience.longest_delay)
+    return found

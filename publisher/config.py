@@ -75,6 +75,9 @@ class PublisherConfig(BaseModel):
     http: PublisherHttpConfig | None = Field(
         default=PublisherHttpConfig(), description="of `deltasync publisher run`; null turns the server off"
     )
+    writers_timeout: float = Field(
+        default=120.0, gt=0, description="seconds that several writers of one stream wait for each other"
+    )
     commit_deadline: float = Field(default=60.0, gt=0, description="seconds until a commit counts as unknown")
 
     @model_validator(mode="after")

@@ -17,7 +17,10 @@ from manifest.catalog import Catalog
 from publisher.checkpoint import Checkpoint
 from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
+from publisher.coordinator import Coordinator
 from publisher.errors import PublisherStopped
+from publisher.group import Writer
+from publisher.member import Member
 from publisher.optimizers import check_not_capturing, step_records, stepped
 from publisher.refusals import Refusals
 from publisher.sidecar import SidecarFeed
@@ -42,9 +45,12 @@ class Feed(Protocol):
 
 
 class LocalFeed:
-    """Everything in the trainer's own process."""
+    """Everything in the trainer's own process.
 
-    def __init__(self, writer: StreamWriter, watched: Watched, refusals: Refusals) -> None:
+    `refusals`: answered with an anchor; None where several writers feed the stream, which make none.
+    """
+
+    def __init__(self, writer: StreamWriter | Member, watched: Watched, refusals: Refusals | None) -> None:
         self._writer = writer
         self._watched = watched
         self._refusals = refusals
@@ -70,6 +76,8 @@ class LocalFeed:
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         self._watched.refresh()
+        if self._refusals is None:
+            return self._writer.publish(train_step, anchor=anchor)
         anchor = anchor or self._refusals.wanted
         handle = self._writer.publish(train_step, anchor=anchor)
         self._refusals.after(handle, anchor=anchor)
@@ -99,6 +107,7 @@ class Publisher:
         *,
         masters: Masters = (),
         store: Store | None = None,
+        writer: Writer | None = None,
     ) -> Self:
         """Start feeding the stream named in `config` (a path to YAML, a mapping, or a PublisherConfig).
 
@@ -113,13 +122,23 @@ class Publisher:
         With `spool` in the config all of it happens in the process `deltasync publisher run`, which
         the optimizer state is shared with; the trainer waits for it up to `capture_timeout` seconds at a time.
 
+        `writer`: this process is one of several that feed the stream together, each what its optimizer steps. All of
+        them attach and publish at the same steps; attach returns when all have come, and each gets the same commits.
+
         Raises ConfigError, OptimizerRefused, MappingMismatch, Fenced, StoreError, CommitUnknown; with a spool also
-        SidecarUnavailable, LocalDiskError.
+        SidecarUnavailable, LocalDiskError; with several writers also WriterMissing, WritersDisagree, AttemptAbandoned.
         """
         settings = _settings(config)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         checkpoint = Checkpoint.open(settings.base_checkpoint) if settings.base_checkpoint else None
+        if writer is not None and writer.world_size == 1 and writer.owned is None:
+            writer = None
         if settings.spool is not None:
+            if writer is not None:
+                raise ConfigError(
+                    "a writer was given, but with `spool` one process feeds the stream",
+                    hint="leave `spool` out of publisher.yaml: each writer then does its work in its own process",
+                )
             if store is not None:
                 raise ConfigError(
                     "a store was given, but with `spool` the publisher process opens the store itself",
@@ -132,11 +151,11 @@ class Publisher:
                 )
             plan = plan_watch(model, optimizers, checkpoint, settings)
             return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
-        watched = watch(model, optimizers, checkpoint, settings, masters)
+        watched = watch(model, optimizers, checkpoint, settings, masters, writer)
         store = store or open_store(settings.store)
-        writer = StreamWriter(store, settings, watched.catalog, watched.shards)
-        writer.open(checkpoint)
-        return cls(LocalFeed(writer, watched, Refusals(store)), optimizers)
+        end = _writing_end(store, settings, watched, writer)
+        end.open(checkpoint)
+        return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), optimizers)
 
     @property
     def version(self) -> int:
@@ -180,6 +199,15 @@ class Publisher:
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if os.getpid() == self._process:  # a forked child trains weights of its own
             self._feed.after_step(optimizer)
+
+
+def _writing_end(
+    store: Store, settings: PublisherConfig, watched: Watched, writer: Writer | None
+) -> StreamWriter | Member:
+    if writer is None:
+        return StreamWriter(store, settings, watched.catalog, watched.shards)
+    kind = Member if writer.rank else Coordinator
+    return kind(store, settings, watched.catalog, watched.shards, writer)
 
 
 def _settings(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from chunkstore.errors import Action, DeltasyncError
 from manifest.catalog import Catalog
@@ -78,7 +79,20 @@ def reachable(log: VersionLog, version: int) -> bool:
     return True
 
 
-def fenced(log: VersionLog, mine: Manifest, winner: Manifest) -> Fenced:
+class Claimant(Protocol):
+    """Who wanted a version: a manifest, or an attempt at one."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def publisher(self) -> bytes: ...
+
+
+def fenced(log: VersionLog, mine: Claimant, winner: Manifest) -> Fenced:
     """The error for a publisher that finds another's manifest at its own next version."""
     return Fenced(
         f"publisher {mine.publisher.hex()} (epoch {mine.epoch}) lost version {mine.version} of {log.store.url} "

@@ -12,8 +12,10 @@ from manifest.naming import canonical_tensors
 from publisher.checkpoint import Checkpoint
 from publisher.config import PublisherConfig
 from publisher.errors import OptimizerRefused
-from publisher.mapping import check_still_fits, map_model
+from publisher.group import Writer
+from publisher.mapping import ModelMap, check_still_fits, map_model
 from publisher.optimizers import check_invertible, steps_taken
+from publisher.ownership import Place, deal, place_owned
 from publisher.shard import Shard, Source
 
 _WIRE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -25,9 +27,15 @@ Masters = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class WatchPlan:
-    """What to watch and how, in catalog order: live tensors, sources, masters, and the steps each has taken."""
+    """What to watch and how: live tensors, sources, masters, and the steps each has taken.
+
+    `ids`, `starts`: of which catalog tensor each is, and from which element on. All tensors in catalog order, whole,
+    unless this is one of several writers.
+    """
 
     catalog: Catalog
+    ids: tuple[int, ...]
+    starts: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
     sources: tuple[Source, ...]
     steps: tuple[int, ...]
@@ -36,19 +44,23 @@ class WatchPlan:
     @property
     def inverted(self) -> dict[int, int]:
         """Catalog ids of the parameters found by inversion, by the `id()` of the live one."""
-        pairs = enumerate(zip(self.tensors, self.sources, strict=True))
-        return {id(tensor): i for i, (tensor, source) in pairs if source is Source.INVERSION}
+        rows = zip(self.ids, self.tensors, self.sources, strict=True)
+        return {id(tensor): i for i, tensor, source in rows if source is Source.INVERSION}
 
 
 @dataclass
 class Watched:
-    """The shards in catalog order; again by the `id()` of what the optimizer steps for them, by source."""
+    """The shards in catalog order; again by the `id()` of what the optimizer steps for them, by source.
+
+    `given`: their tensors were named one by one, not found in the model.
+    """
 
     model: nn.Module
     catalog: Catalog
     shards: tuple[Shard, ...]
     inverted: dict[int, Shard]
     copied: dict[int, Shard]
+    given: bool
 
     def refresh(self) -> None:
         """Look the tensors up again: a buffer may have been replaced by assignment.
@@ -57,9 +69,10 @@ class Watched:
         """
         live = canonical_tensors(self.model)
         check_still_fits(live, self.catalog)
-        for shard in self.shards:
-            shard.tensor = live[shard.spec.name]
-        self.inverted = _inverted(self.shards)
+        if not self.given:
+            for shard in self.shards:
+                shard.tensor = live[shard.spec.name]
+            self.inverted = _inverted(self.shards)
 
 
 def watch(
@@ -68,26 +81,35 @@ def watch(
     checkpoint: Checkpoint | None,
     config: PublisherConfig,
     masters: Masters = (),
+    writer: Writer | None = None,
 ) -> Watched:
     """Plan, and read every tensor once for its digests. Raises what `plan_watch` raises."""
-    plan = plan_watch(model, optimizers, checkpoint, config, masters)
-    shards = make_shards(plan.catalog, plan.tensors, plan.sources, plan.steps)
+    plan = plan_watch(model, optimizers, checkpoint, config, masters, writer)
+    shards = make_shards(plan.catalog, plan.tensors, plan.sources, plan.steps, plan.ids, plan.starts)
     copied = {}
     for shard, master in zip(shards, plan.masters, strict=True):
         if master is not None:
             shard.master = master
             copied[id(master)] = shard
-    return Watched(model, plan.catalog, shards, _inverted(shards), copied)
+    given = writer is not None and writer.owned is not None
+    return Watched(model, plan.catalog, shards, _inverted(shards), copied, given)
 
 
 def make_shards(
-    catalog: Catalog, tensors: Sequence[torch.Tensor], sources: Sequence[Source], steps: Sequence[int]
+    catalog: Catalog,
+    tensors: Sequence[torch.Tensor],
+    sources: Sequence[Source],
+    steps: Sequence[int],
+    ids: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
 ) -> tuple[Shard, ...]:
-    """One shard per catalog tensor: live tensor, source and steps taken."""
+    """One shard per live tensor, with its source and the steps it has taken; see `WatchPlan`."""
     shards = []
-    for number, (spec, tensor, source) in enumerate(zip(catalog.tensors, tensors, sources, strict=True)):
-        shard = Shard(number, spec, tensor, source)
-        shard.step = steps[number]
+    ids = range(len(tensors)) if ids is None else ids
+    starts = [0] * len(tensors) if starts is None else starts
+    for number, start, tensor, source, step in zip(ids, starts, tensors, sources, steps, strict=True):
+        shard = Shard(number, catalog.tensors[number], tensor, source, start)
+        shard.step = step
         shards.append(shard)
     return tuple(shards)
 
@@ -98,24 +120,27 @@ def plan_watch(
     checkpoint: Checkpoint | None,
     config: PublisherConfig,
     masters: Masters = (),
+    writer: Writer | None = None,
 ) -> WatchPlan:
-    """Map the model and choose a source for every tensor.
+    """Map the model and choose a source for every tensor; as one of several writers, for those that it owns.
 
     Raises MappingMismatch, and OptimizerRefused naming the parameter and the reason.
     """
     mapped = map_model(model, checkpoint, _WIRE.get(config.inference_dtype or ""))
     stepped = _stepped(optimizers)
-    names = {
-        id(tensor): spec.name for spec, tensor in zip(mapped.catalog.tensors, mapped.tensors, strict=True)
-    }
+    places = _places(mapped, writer)
+    names = {id(place.tensor): place.spec.name for place in places}
     master_of = _master_of(masters, names, stepped)
-    if not names.keys() & (stepped.keys() | master_of.keys()):
+    if writer is not None and writer.owned is None:
+        places = deal(places, stepped.keys() | master_of.keys(), writer)
+    elif writer is None and not names.keys() & (stepped.keys() | master_of.keys()):
         raise OptimizerRefused(
             "no tensor of the model is in the optimizer: there would never be a change to publish",
             hint="attach the optimizer and the model that belong together",
         )
     sources, steps, used = [], [], []
-    for spec, tensor in zip(mapped.catalog.tensors, mapped.tensors, strict=True):
+    for place in places:
+        spec, tensor = place.spec, place.tensor
         step, master = 0, master_of.get(id(tensor))
         if not spec.sparse or (id(tensor) not in stepped and master is None):
             source = Source.DIGEST
@@ -130,7 +155,23 @@ def plan_watch(
         sources.append(source)
         steps.append(step)
         used.append(master if source is Source.COPY else None)
-    return WatchPlan(mapped.catalog, mapped.tensors, tuple(sources), tuple(steps), tuple(used))
+    return WatchPlan(
+        mapped.catalog,
+        tuple(place.id for place in places),
+        tuple(place.start for place in places),
+        tuple(place.tensor for place in places),
+        tuple(sources),
+        tuple(steps),
+        tuple(used),
+    )
+
+
+def _places(mapped: ModelMap, writer: Writer | None) -> list[Place]:
+    """Every tensor of the model, or what the writer names as its own."""
+    if writer is not None and writer.owned is not None:
+        return place_owned(mapped.catalog, writer.owned)
+    rows = enumerate(zip(mapped.catalog.tensors, mapped.tensors, strict=True))
+    return [Place(i, spec, tensor) for i, (spec, tensor) in rows]
 
 
 def _master_of(

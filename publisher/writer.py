@@ -155,7 +155,7 @@ class StreamWriter:
         check_catalog(self._log, self.catalog, newest)
         base = claim(self._log, self.catalog, newest, self._id, insist=self._config.takeover)
         self._base, self._epoch = base, base.epoch
-        differs = list(range(len(self.catalog.tensors))) if self._starts_anew(base) else self._compare(base)
+        differs = self._compare(base, everything=self._starts_anew(base))
         self._tracking.send_whole(differs)
         log.info(
             "took the stream over at version %d, epoch %d; %d tensors differ",
@@ -164,10 +164,10 @@ class StreamWriter:
             len(differs),
         )
 
-    def _compare(self, base: Manifest) -> list[int]:
-        """Ids of the tensors that are not what `base` holds."""
+    def _compare(self, base: Manifest, *, everything: bool) -> list[int]:
+        """Ids of the tensors that are not what `base` holds, or of all."""
         pairs = zip(self.shards, base.digest_array.tolist(), strict=True)
-        return [shard.id for shard, committed in pairs if shard.kept_digest != committed]
+        return [shard.id for shard, committed in pairs if everything or shard.kept_digest != committed]
 
     def _starts_anew(self, base: Manifest) -> bool:
         """Who trusts this publisher's key alone cannot follow what others have signed, or nobody: an anchor is due."""

@@ -82,7 +82,7 @@ def publish(world: World, endpoint: str) -> None:
     board = Board(store, stream, LAYOUT, Patience())
     board.call(a_call(stream=stream.id))
     assert board.answer(a_part(stream=stream.id))
-    assert board.newest_call(5, a_call().base) is not None
+    assert board.calls(5, a_call().base)
     assert board.answered(5, a_call().attempt) == {1}
 
 

@@ -125,9 +125,9 @@ def test_foreign_bytes_are_refused(record: Call | Part) -> None:
         type(record).from_bytes(msgpack.packb(dict(reversed(raw.items()))), name="x")
 
 
-def test_the_newest_call_of_one_s_own_group_and_base() -> None:
+def test_calls_of_one_s_own_group_and_base_in_order() -> None:
     board = a_board()
-    assert board.newest_call(5, BASE) is None
+    assert board.calls(5, BASE) == []
     calls = [
         a_call(),
         a_call(attempt=bytes(16), number=3, kind="abandoned", train_step=None),
@@ -138,9 +138,9 @@ def test_the_newest_call_of_one_s_own_group_and_base() -> None:
     ]
     for call in calls:
         board.call(call)
-    assert board.newest_call(5, BASE) == calls[1]
-    assert board.newest_call(6, BASE) == calls[5]
-    assert board.newest_call(5, BASE) == calls[1]
+    assert board.calls(5, BASE) == [calls[0], calls[2], calls[1]]
+    assert board.calls(6, BASE) == [calls[5]]
+    assert board.calls(5, BASE) == [calls[0], calls[2], calls[1]]
     assert board.find_call(5, ATTEMPT) == calls[0]
     assert board.find_call(5, calls[3].attempt) is None
     assert board.find_call(7, ATTEMPT) is None
@@ -161,7 +161,7 @@ def test_records_that_were_copied_are_refused() -> None:
     store = MemoryStore()
     store.put(attempt_key(5, bytes(16)), a_call().data)
     with pytest.raises(ManifestInvalid, match="another key"):
-        a_board(store).newest_call(5, BASE)
+        a_board(store).calls(5, BASE)
     store.put(part_key(5, ATTEMPT, 2), a_part().data)
     with pytest.raises(ManifestInvalid, match="another key"):
         a_board(store).part(5, ATTEMPT, 2)
@@ -176,7 +176,7 @@ def test_other_objects_under_the_prefixes_are_ignored() -> None:
         store.put(key, b"junk")
     for key in (f"{part_key(5, ATTEMPT, 1)}.more", part_key(5, ATTEMPT, 9999), part_key(5, ATTEMPT, 7)[:-5]):
         store.put(key, b"junk")
-    assert a_board(store).newest_call(5, BASE) is None
+    assert a_board(store).calls(5, BASE) == []
     assert a_board(store).answered(5, ATTEMPT) == set()
 
 
@@ -200,7 +200,7 @@ def test_writers_with_a_key_believe_each_other_and_no_stranger() -> None:
         board.call(forged)
         with pytest.raises(Untrusted):
             mine.find_call(5, forged.attempt)
-    assert [call.number for call in seen_by(mine)] == [1]
+    assert [call.number for call in mine.calls(5, BASE)] == [1]
     assert mine.answer(a_part())
     assert mine.part(5, ATTEMPT, 1).chunks == a_part().chunks
     for board in (signed_board(store, None), stranger):
@@ -208,11 +208,6 @@ def test_writers_with_a_key_believe_each_other_and_no_stranger() -> None:
         assert board.answer(a_part())
         with pytest.raises(Untrusted, match=r"1\.part"):
             mine.part(5, ATTEMPT, 1)
-
-
-def seen_by(board: Board) -> list[Call]:
-    newest = board.newest_call(5, BASE)
-    return [] if newest is None else [newest]
 
 
 def test_a_part_that_was_changed_is_no_longer_signed() -> None:

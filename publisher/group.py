@@ -1,0 +1,77 @@
+"""Which one of a stream's writers this process is, and what of the model it owns."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from chunkstore.errors import ConfigError
+from manifest.parts import MAX_WRITERS, ShardRef
+from publisher.seal import Sealed
+from publisher.shard import Shard
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A range of one canonical tensor that this process owns: what its optimizer steps, or what nothing steps.
+
+    `tensor` holds, row-major, the elements of `name` from flat index `start` on, as many as it has.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One of `world_size` processes that feed one stream together. Number 0 coordinates them.
+
+    `run`: the same text in all of them, and new with every start of the trainer. `owned`: this process's ranges; of all
+    writers together they make up the model. None: every process has the whole model and steps all of it, as with DDP;
+    then the tensors are dealt out.
+
+    Raises ConfigError.
+    """
+
+    rank: int
+    world_size: int
+    run: str
+    owned: Sequence[Owned] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size <= MAX_WRITERS:
+            raise ConfigError(
+                f"writer {self.rank} of {self.world_size} is impossible",
+                hint=f"ranks count from 0, and there are at most {MAX_WRITERS} writers",
+            )
+        if not self.run:
+            raise ConfigError(
+                "the writers' run has no name", hint="a new random text for every start of the trainer"
+            )
+
+    @classmethod
+    def of_process_group(
+        cls, owned: Sequence[Owned] | None = None, group: distributed.ProcessGroup | None = None
+    ) -> "Writer":
+        """This process's place in torch.distributed. Collective: it makes up the run's name on rank 0 and sends it."""
+        run = [secrets.token_hex(16)]
+        distributed.broadcast_object_list(run, group=group, group_src=0)
+        return cls(distributed.get_rank(group), distributed.get_world_size(group), run[0], owned)
+
+
+def shard_refs(sealed: Sequence[Sealed]) -> list[ShardRef]:
+    """What sealed shards hold, for a part; those without elements are not named."""
+    return [_shard_ref(one.shard, one.base, one.digest) for one in sealed if one.shard.numel]
+
+
+def current_refs(shards: Sequence[Shard]) -> list[ShardRef]:
+    """What the shards hold after the last step seen, for an answer to a call to join."""
+    return [_shard_ref(shard, shard.base_digest, shard.kept_digest) for shard in shards if shard.numel]
+
+
+def _shard_ref(shard: Shard, base: int, digest: int) -> ShardRef:
+    size, stride = ([shard.numel], [1]) if shard.numel > 1 else ([], [])
+    return ShardRef(tensor=shard.id, start=shard.start, size=size, stride=stride, base=base, digest=digest)
