@@ -17,7 +17,7 @@ from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.config import SubscriberConfig
 from subscriber.engine import Engine
-from subscriber.errors import EngineChanged, EngineDrift, EngineRestarted, SubscriberError
+from subscriber.errors import EngineChanged, EngineDrift, EngineRestarted, StagedLost, SubscriberError
 from subscriber.follow import Follower
 from subscriber.holder import Holder
 from subscriber.identity import Identity
@@ -284,7 +284,8 @@ class Session:
         """The way from `held` to `target` failed. Returns whether another target is looked for at once."""
         tries = 1 if self._failure is None or self._failure.target != target else self._failure.tries + 1
         self._failure = _Failure(target, tries, time.monotonic() + self._backoff(tries))
-        final = error.action is not Action.RETRY
+        # What happened to the engine, or on the way to it, says nothing about the version: no anchor would help.
+        final = error.action is not Action.RETRY and not isinstance(error, EngineChanged | StagedLost)
         self._report.failed(error, target, refuse=final)
         if not final:
             return False

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from manifest.catalog import Catalog
 from manifest.schema import ChunkRef
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
-from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, EngineRestarted
+from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, EngineRestarted, StagedLost
+from subscriber.report import Report
 from subscriber.spool import Share, Spool
+from subscriber.staging import StagedUpdate
 from tests.subscriber.parts import (
     TIMEOUT,
     RemoteEngine,
@@ -140,6 +143,35 @@ def test_an_engine_is_watched_while_its_next_version_is_fetched(
         until(lambda: not remote.subscriber.report.ready)
         go.set()
         until(lambda: remote.holds(2) and remote.subscriber.report.ready)
+
+
+@pytest.mark.parametrize("kind", [EngineChanged, StagedLost])
+def test_what_happens_to_an_engine_refuses_no_version(
+    kind: type[DeltasyncError], remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher would answer with an anchor, which costs the trainer time and helps nobody."""
+    tries: list[StagedUpdate] = []
+    refused: list[int] = []
+    prepare, failed = RemoteEngine.prepare, Report.failed
+
+    async def fails(self: RemoteEngine, staged: StagedUpdate) -> Prepared:
+        tries.append(staged)
+        if len(tries) < 4:
+            raise kind("not the version's fault", hint="")
+        return await prepare(self, staged)
+
+    def watched(self: Report, *args: Any, **kwargs: Any) -> None:
+        failed(self, *args, **kwargs)
+        refused.extend(refusal.version for refusal in self.status().refused)
+
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        monkeypatch.setattr(RemoteEngine, "prepare", fails)
+        monkeypatch.setattr(Report, "failed", watched)
+        remote.builder.train()
+        until(lambda: remote.holds(2))
+    assert len(tries) >= 4
+    assert refused == []
 
 
 def test_once_does_not_wait_for_an_engine(tmp_path: Path) -> None:
