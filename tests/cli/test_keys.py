@@ -140,6 +140,28 @@ def test_show_names_the_signers(stream: StreamBuilder, url: str, capsys: pytest.
     assert str(SIGNER.public)[:16] in capsys.readouterr().out
 
 
+def test_compaction_signs_with_its_own_key_and_only_what_it_trusts(
+    stream: StreamBuilder, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "generate", str(tmp_path / "own")]) == 0
+    own = str(tmp_path / "own.pub")
+    compact = ["store", "compact", url, "--signing-key", str(tmp_path / "own")]
+    assert main(compact) == 1  # its own key has signed none of it
+    assert main(["store", "compact", url, *KEY]) == 1
+    assert "error[config]" in capsys.readouterr().err
+    assert main([*compact, *KEY]) == 0
+    assert main(["store", "verify", url, *KEY, "--trusted-key", own]) == 0
+    assert main(["store", "verify", url, *KEY]) == 1
+    stream.signer = None
+    stream.train()
+    capsys.readouterr()
+    assert main([*compact, *KEY]) == 1
+    assert "error[untrusted]" in capsys.readouterr().err
+    assert main([*compact, *KEY, "--version", "2"]) == 1  # there is one by a key that is not trusted here
+    assert "error[untrusted]" in capsys.readouterr().err
+    assert main([*compact, *KEY, "--version", "2", "--trusted-key", own]) == 0
+
+
 def test_a_key_that_is_none_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", url, "--trusted-key", "no/such/file"]) == 1
     assert "neither a public key nor a file" in capsys.readouterr().err

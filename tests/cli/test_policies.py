@@ -71,13 +71,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def publish(world: World, endpoint: str) -> None:
-    """Start, versions, an anchor on the side, a takeover; and what several writers say to each other."""
+    """Start, versions, anchors on the side, a takeover; compaction; and what several writers say to each other."""
     model, store = Zoo(), world.store(endpoint)
     optimizer = adamw(model)
     for start in range(2):
         with attach(model, optimizer, store) as publisher:
             train(model, optimizer, start)
             assert publisher.publish(anchor=True).result() is not None
+            train(model, optimizer, 10 + start)
+            assert publisher.publish().result() is not None
+    assert main(["store", "compact", world.url, "--endpoint-url", endpoint, "--path-style"]) == 0
     stream = open_stream(store)
     board = Board(store, stream, LAYOUT, Patience())
     board.call(a_call(stream=stream.id))
