@@ -115,9 +115,8 @@ class Holder:
         if entry.applied is not None:
             try:
                 manifest = await read(entry.applied.version)
-            except (
-                Untrusted
-            ) as error:  # its key was revoked since, and what it has signed is not served any more
+            except Untrusted as error:
+                # Its key was revoked since, and what it has signed is not served any more.
                 self._report.failed(error, entry.applied.version)
                 manifest = None
             same = manifest is not None and manifest.hash.hex() == entry.applied.manifest_hash
