@@ -138,9 +138,10 @@ def test_an_engine_is_watched_while_its_next_version_is_fetched(
         assert remote.subscriber.report.ready
         if restarts:
             remote.engine.restart()
-        else:
+            until(lambda: not remote.subscriber.report.ready)
+        else:  # it is found whole again, perhaps before anybody looks: what it was told stays
             remote.engine.written = EngineChanged("somebody wrote", hint="")
-        until(lambda: not remote.subscriber.report.ready)
+            until(lambda: "somebody wrote" in remote.engine.held)
         go.set()
         until(lambda: remote.holds(2) and remote.subscriber.report.ready)
 
