@@ -134,9 +134,13 @@ class Crew:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The whole model, put together from all ranks."""
-        whole = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-        for rank in self.ranks:
-            for one in rank.owned:
+        return self.joined(self.model, [rank.owned for rank in self.ranks])
+
+    @staticmethod
+    def joined(model: Model, ranks: Sequence[Sequence[Owned]]) -> dict[str, torch.Tensor]:
+        whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        for owned in ranks:
+            for one in owned:
                 whole[one.name].view(-1)[one.start : one.start + one.tensor.numel()] = (
                     one.tensor.detach().reshape(-1)
                 )
