@@ -58,7 +58,8 @@ class Writer:
     ) -> "Writer":
         """This process's place in torch.distributed. Collective: it makes up the run's name on rank 0 and sends it."""
         run = [secrets.token_hex(16)]
-        distributed.broadcast_object_list(run, group=group, group_src=0)
+        first = 0 if group is None else distributed.get_global_rank(group, 0)
+        distributed.broadcast_object_list(run, src=first, group=group)
         return cls(distributed.get_rank(group), distributed.get_world_size(group), run[0], owned)
 
 
