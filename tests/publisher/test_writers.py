@@ -467,9 +467,9 @@ def test_whatever_fails_the_next_sound_version_is_all_ranks_weights(seed: int) -
     assert not verify_stream(inner).problems
 
 
-def test_a_place_in_a_process_group() -> None:
+def test_a_place_in_a_process_group(tmp_path: Path) -> None:
     """A group of one, as torch.distributed reports it; the run's name is new every time."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         whole = Writer.of_process_group()
         again = Writer.of_process_group(group=distributed.new_group([0]))
