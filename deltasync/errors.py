@@ -23,6 +23,7 @@ from deltasync.demo.errors import (
     DemoFailed,
 )
 from manifest.errors import (
+    BaseMissing,
     ChainError,
     CommitUnknown,
     Fenced,
@@ -64,6 +65,7 @@ __all__ = [
     "AccessDenied",
     "Action",
     "AttemptAbandoned",
+    "BaseMissing",
     "CaptureLost",
     "ChainError",
     "CommitUnknown",

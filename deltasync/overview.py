@@ -27,7 +27,7 @@ class VersionRow:
     """One version: sizes in bytes, `created_at` in Unix seconds, `alternate`: it is also stored as an anchor."""
 
     version: int
-    kind: Literal["anchor", "delta"]
+    kind: Literal["anchor", "delta", "reference"]
     base_version: int | None
     nbytes: int
     changed: int

@@ -114,7 +114,7 @@ def _with_log(
             else:
                 if alternate is not None and alternate_refusal(alternate, manifest) is None:
                     alternates[version] = _encoding(alternate, with_alternate[version])
-        whole = manifest.kind == "anchor" or version in alternates
+        whole = manifest.kind != "delta" or version in alternates
         if whole and version <= bound.version and find_floor(held, policy, bound) is not None:
             break
         manifest = parent

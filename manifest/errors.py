@@ -5,6 +5,7 @@ DeltasyncError
 │   └── Untrusted         not signed by a trusted key, for this stream, as it is (reseed)
 ├── ChainError            versions that do not fit together: gap, cycle, wrong parent or base (reseed)
 │   └── ForeignStream     a manifest of another stream (fatal)
+├── BaseMissing           the checkpoint that version 0 refers to is not here, or is another one (reseed)
 ├── CommitUnknown         it is not known whether a commit happened; nothing was forgotten (retry)
 ├── Fenced                another publisher has taken the stream over (fatal)
 └── LocalDiskError        files cannot be written where they were asked for; nothing is left behind (fatal)
@@ -30,6 +31,11 @@ class ChainError(DeltasyncError):
 class ForeignStream(ChainError):
     kind = "foreign_stream"
     action = Action.FATAL
+
+
+class BaseMissing(DeltasyncError):
+    kind = "base_missing"
+    action = Action.RESEED
 
 
 class CommitUnknown(DeltasyncError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -36,6 +36,9 @@ _COPIED: Final = (
     "chat_template*",
     "*processor_config.json",
 )
+
+if TYPE_CHECKING:  # it needs torch
+    from manifest.checkpoint import Checkpoint
 _HEADER_LIMIT: Final = 100_000_000  # the safetensors format's own
 
 
@@ -57,10 +60,12 @@ def export_checkpoint(
     config_dir: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     trust: Trust | None = None,
+    base: "Checkpoint | None" = None,
 ) -> Exported:
     """Write `version` into `directory`, which must not exist or be empty: all of it once it is verified, or nothing.
 
     One `model.safetensors`, or shards of up to `max_shard_bytes` bytes (a larger tensor has its own) and their index.
+    `base`: the checkpoint that version 0 may refer to.
     Aliases are not written: they are the same weights. Configuration, generation and tokenizer files of `config_dir`
     are copied. The tensors are built in the files themselves, so memory stays at one chunk and one window; every
     tensor is read back and its digest checked before the directory is put in place. `trust`: what every manifest
@@ -73,7 +78,7 @@ def export_checkpoint(
     with _new_directory(directory) as temporary:
         shards = _shards(catalog, max_shard_bytes)
         image = Image(catalog, _create_shards(temporary, catalog, shards))
-        manifest = rebuild(log, version, image)
+        manifest = rebuild(log, version, image, base=base)
         name = f"{store.url}/{manifest_key(version)}"
         image.digests = [_digest(spec.name, a) for spec, a in zip(catalog.tensors, image.arrays, strict=True)]
         image.check(manifest, name)

@@ -10,14 +10,19 @@ from manifest.schema import Manifest
 
 
 def find_plan(
-    log: VersionLog, applied: Applied | None, target: int, unusable: Collection[bytes] = ()
+    log: VersionLog,
+    applied: Applied | None,
+    target: int,
+    unusable: Collection[bytes] = (),
+    *,
+    references: bool = False,
 ) -> Plan:
     """Plan the path from `applied` to `target` from what the log holds, reading no more of it than that takes.
 
     Reads backwards from `target` until there is a path from the applied version, or one from an anchor that the
     deltas read since then outweigh, and one version more, to check the link; or to a gap or a manifest that cannot
-    be read. An alternate that cannot be read is left out. `unusable`: as in `plan`. Raises ObjectMissing if `target`
-    does not exist; ChainError, caused by the manifest that cannot be read if there is one; ForeignStream.
+    be read. An alternate that cannot be read is left out. `unusable`, `references`: as in `plan`. Raises ObjectMissing
+    if `target` does not exist; ChainError, caused by the manifest that cannot be read if there is one; ForeignStream.
     """
     manifests: dict[int, Manifest] = {}
     alternates: dict[int, Manifest] = {}
@@ -42,12 +47,12 @@ def find_plan(
         if alternate is not None:
             alternates[version] = alternate
         since += manifest.nbytes
-        if alternate is not None or manifest.kind == "anchor" or (applied and version == applied.version):
-            found = _plan_or_none(manifests, alternates, applied, target, log.stream.id, unusable)
+        if alternate is not None or manifest.kind != "delta" or (applied and version == applied.version):
+            found = _plan_or_none(manifests, alternates, applied, target, log.stream.id, unusable, references)
         if found is not None:
             enough = applied is None or version <= applied.version or since > found.nbytes
     try:
-        return plan(manifests, alternates, applied, target, log.stream.id, unusable)
+        return plan(manifests, alternates, applied, target, log.stream.id, unusable, references=references)
     except ChainError as error:
         if problem is None or isinstance(error, ForeignStream):
             raise
@@ -61,9 +66,10 @@ def _plan_or_none(
     target: int,
     stream: bytes,
     unusable: Collection[bytes],
+    references: bool,
 ) -> Plan | None:
     try:
-        return plan(manifests, alternates, applied, target, stream, unusable)
+        return plan(manifests, alternates, applied, target, stream, unusable, references=references)
     except ForeignStream:
         raise
     except ChainError:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from manifest.fetch import fetch_chunk
 from manifest.keys import manifest_key
 from manifest.layout import check_layout
 from manifest.schema import Manifest
+
+if TYPE_CHECKING:  # it needs torch
+    from manifest.checkpoint import Checkpoint
 
 _MASK = (1 << 64) - 1
 
@@ -54,6 +58,15 @@ class Image:
             for i in range(len(reader.sections)):
                 self.write(reader.decode(i))
         self.check(manifest, f"{store.url}/{manifest_key(manifest.version)}")
+
+    def load(self, checkpoint: "Checkpoint", manifest: Manifest) -> None:
+        """Take over the checkpoint that `manifest`, a reference, is. Raises ManifestInvalid, BaseMissing."""
+        check_layout(manifest, self.catalog)
+        checkpoint.require(self.catalog.tensors, manifest.digest_array.tolist())
+        for tensor, spec in enumerate(self.catalog.tensors):
+            for start, bits in checkpoint.windows(spec.name):
+                self.write(Section(tensor, spec.dtype, start, start + len(bits), None, bits))
+        self.check(manifest, f"{checkpoint.directory}")
 
     def check(self, manifest: Manifest, name: str) -> None:
         """Raise CorruptObject, naming the tensors, unless this holds the version of `manifest`, which `name` is."""

@@ -45,7 +45,7 @@ class _Path:
 
     def then(self, step: Manifest) -> "_Path":
         return _Path(
-            self.nbytes + step.nbytes, self.steps + 1, self.whole or step.kind == "anchor", step, self
+            self.nbytes + step.nbytes, self.steps + 1, self.whole or step.kind != "delta", step, self
         )
 
     def manifests(self) -> tuple[Manifest, ...]:
@@ -64,13 +64,16 @@ def plan(
     target: int,
     stream: bytes,
     unusable: Collection[bytes] = (),
+    *,
+    references: bool = False,
 ) -> Plan:
     """The path to version `target` with the fewest bytes, then without an anchor, then with the fewest steps.
 
     It runs from what is `applied`, through deltas, or from an anchor or alternate anchor and deltas after it.
     Every version between its source and the target must be at hand and fit its parent, even where a delta
     skips it. `manifests`, `alternates`: by version, as far as they were read. `unusable`: hashes of manifests
-    that no path may use, since what they name cannot be had. Raises ChainError naming the version that is in
+    that no path may use, since what they name cannot be had. `references`: the reader has the checkpoint that a
+    version may refer to, which is then as good as an anchor. Raises ChainError naming the version that is in
     the way, ForeignStream if any manifest up to `target` is not of `stream` (16 bytes).
     """
     _check_streams(manifests, stream, target)
@@ -92,7 +95,9 @@ def plan(
             continue
         manifest, base = manifests[version], manifests[version].base_version
         paths = [
-            _Path().then(anchor) for anchor in _anchors(manifest, alternates) if anchor.hash not in unusable
+            _Path().then(anchor)
+            for anchor in _anchors(manifest, alternates, references)
+            if anchor.hash not in unusable
         ]
         if base in best and manifest.base_root == roots[base] and manifest.hash not in unusable:
             paths.append(best[base].then(manifest))
@@ -106,8 +111,16 @@ def plan(
             + (
                 "; ".join(filter(None, (doubt, obstacle)))
                 or f"no usable anchor in versions {first} to {target}"
+            )
+            + (
+                "; version 0 refers to a checkpoint that is not here"
+                if _refers(manifests, references)
+                else ""
             ),
-            hint="nothing was changed; ask the publisher for an anchor",
+            hint="nothing was changed; name the folder that the trainer started from as base_checkpoint, or ask the "
+            "publisher for an anchor"
+            if _refers(manifests, references)
+            else "nothing was changed; ask the publisher for an anchor",
         )
     return Plan(best[target].manifests(), best[target].nbytes, best[target].whole)
 
@@ -197,9 +210,15 @@ def _held(
     return applied, ""
 
 
-def _anchors(original: Manifest, alternates: Mapping[int, Manifest]) -> list[Manifest]:
+def _anchors(original: Manifest, alternates: Mapping[int, Manifest], references: bool) -> list[Manifest]:
     alternate = alternates.get(original.version)
-    anchors = [original] if original.kind == "anchor" else []
+    whole = original.kind == "anchor" or (references and original.kind == "reference")
+    anchors = [original] if whole else []
     if alternate is not None and alternate_refusal(alternate, original) is None:
         anchors.append(alternate)
     return anchors
+
+
+def _refers(manifests: Mapping[int, Manifest], references: bool) -> bool:
+    """Whether a base checkpoint would help a reader that has none."""
+    return not references and 0 in manifests and manifests[0].kind == "reference"

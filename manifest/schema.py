@@ -92,14 +92,15 @@ class Manifest(_Wire):
     """One committed version. `data` is what is stored; `hash` is its identity.
 
     kind "anchor": the chunks hold every tensor whole; no base. kind "delta": changes against `base_version`.
-    A delta without chunks is a takeover: same weights, next epoch.
+    A delta without chunks is a takeover: same weights, next epoch. kind "reference": version 0 as a checkpoint that
+    both sides have; only its digests are stored.
     `digests`: little-endian uint64 per catalog tensor, in catalog order.
     """
 
     format: Literal[1] = MANIFEST_FORMAT
     stream: Id
     version: Version
-    kind: Literal["anchor", "delta"]
+    kind: Literal["anchor", "delta", "reference"]
     base_version: Version | None
     base_root: Hash | None
     root: Hash
@@ -123,8 +124,10 @@ class Manifest(_Wire):
     def _consistent(self) -> Self:
         if len(self.digests) % 8:
             raise ValueError("digests are not whole 64-bit integers")
-        if self.kind == "anchor" and (self.base_version is not None or self.base_root is not None):
+        if self.kind != "delta" and (self.base_version is not None or self.base_root is not None):
             raise ValueError("an anchor has no base")
+        if self.kind == "reference" and (self.version != 0 or self.chunks):
+            raise ValueError("only version 0 is a reference, and it stores nothing")
         if self.kind == "delta" and (self.base_version is None or self.base_root is None):
             raise ValueError("a delta names its base version and root")
         if self.base_version is not None and self.base_version >= self.version:
@@ -132,8 +135,8 @@ class Manifest(_Wire):
         # An alternate of version 0 names what it re-encodes; `link_refusal` refuses a parent of the version itself.
         if self.parent_hash is None and self.version != 0:
             raise ValueError("only version 0 has no parent")
-        if self.version == 0 and self.kind != "anchor":
-            raise ValueError("version 0 is an anchor")
+        if self.version == 0 and self.kind == "delta":
+            raise ValueError("version 0 is an anchor or a reference")
         if self.kind == "delta" and not self.chunks and self.base_root != self.root:
             raise ValueError("a delta without chunks changes the root")
         return self

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chunkstore.errors import DeltasyncError, ObjectMissing
 from chunkstore.store import Store
@@ -17,6 +18,9 @@ from manifest.plan import alternate_refusal, link_refusal
 from manifest.rebuild import rebuild
 from manifest.schema import ChunkRef, Manifest
 from manifest.signing import Trust
+
+if TYPE_CHECKING:  # it needs torch
+    from manifest.checkpoint import Checkpoint
 
 _MISSING = ObjectMissing.kind
 
@@ -56,22 +60,36 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_stream(store: Store, scratch: Path | None = None, trust: Trust | None = None) -> VerifyReport:
+def verify_stream(
+    store: Store,
+    scratch: Path | None = None,
+    trust: Trust | None = None,
+    base: "Checkpoint | None" = None,
+) -> VerifyReport:
     """Verify the stream at `store`; never stops at a problem that an object has, but lists it.
 
     Reads every chunk once, and again where a delta does not build on the version before it. Needs disk of the
-    model's size below `scratch` meanwhile. `trust`: what every manifest must satisfy. Raises LocalDiskError if there is
-    no such disk.
+    model's size below `scratch` meanwhile. `trust`: what every manifest must satisfy. `base`: the
+    checkpoint that version 0 may refer to; without it what only that leads to stays unverified.
+    Raises LocalDiskError if there is no such disk.
     """
     with ExitStack() as stack:
-        return _Verification(store, scratch, trust, stack).run()
+        return _Verification(store, scratch, trust, base, stack).run()
 
 
 class _Verification:
-    def __init__(self, store: Store, scratch: Path | None, trust: Trust | None, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        store: Store,
+        scratch: Path | None,
+        trust: Trust | None,
+        base: "Checkpoint | None",
+        stack: ExitStack,
+    ) -> None:
         self._store = store
         self._scratch = scratch
         self._trust = trust
+        self._base = base
         self._stack = stack
         self._catalogs: dict[bytes, Catalog | None] = {}
         self._image: Image | None = None
@@ -193,6 +211,8 @@ class _Verification:
             self._doubtful.add(manifest.version)
             return False
         image = self._image_of(catalog)
+        if manifest.kind == "reference":
+            return self._load(key, manifest, image)
         fits = self._fits(log, key, manifest, image)
         self._held = None
         problems: list[Problem] = []
@@ -214,13 +234,27 @@ class _Verification:
             self._held = manifest.version
         return fits and not problems
 
+    def _load(self, key: str, manifest: Manifest, image: Image) -> bool:
+        self._held = None
+        if self._base is None:
+            self._doubtful.add(manifest.version)
+            return False
+        try:
+            image.load(self._base, manifest)
+        except DeltasyncError as error:
+            self._note(key, error)
+            self._doubtful.add(manifest.version)
+            return False
+        self._held = manifest.version
+        return True
+
     def _fits(self, log: VersionLog, key: str, manifest: Manifest, image: Image) -> bool:
         """Whether `manifest` can be applied: its layout is right, and the image is brought to its base."""
         base = manifest.base_version
         try:
             check_layout(manifest, image.catalog)
             if base is not None and base != self._held and base in self._sound:
-                rebuild(log, base, image)
+                rebuild(log, base, image, base=self._base)
         except DeltasyncError as error:
             self._note(key, error)
             self._doubtful.add(manifest.version)

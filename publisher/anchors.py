@@ -9,11 +9,13 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Self
 
 from chunkstore.errors import DeltasyncError, ObjectMissing
 from chunkstore.store import Store
-from manifest.log import VersionLog, open_stream
+from manifest.checkpoint import Checkpoint
+from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.schema import Manifest
 from manifest.signing import Signer
 from publisher.compact import compact
@@ -64,12 +66,17 @@ class ChainGauge:
                 manifest = newest if version == newest.version else self._log.read(version)
                 if manifest is None:
                     break
-                self._sizes[version] = (manifest.nbytes, manifest.kind == "anchor")
+                self._sizes[version] = (self._size(manifest), manifest.kind != "delta")
             size, whole = self._sizes[version]
             if whole:
                 return self._end(version, count, nbytes, size)
             count, nbytes = count + 1, nbytes + size
         return Chain(count, nbytes, None)
+
+    def _size(self, manifest: Manifest) -> int:
+        if manifest.kind != "reference":
+            return manifest.nbytes
+        return read_catalog(self._log.store, manifest.catalog).nbytes  # what an anchor will about weigh
 
     def _end(self, version: int, count: int, nbytes: int, anchor_nbytes: int | None) -> Chain:
         self._sizes = {v: size for v, size in self._sizes.items() if v >= version}
@@ -77,16 +84,26 @@ class ChainGauge:
 
 
 class RoutineAnchors:
-    """The thread, while the `with` block runs; leaving it stops a compaction before its next chunk."""
+    """The thread, while the `with` block runs; leaving it stops a compaction before its next chunk.
+
+    `base`: the checkpoint that version 0 may refer to.
+    """
 
     def __init__(
-        self, store: Store, config: AnchorConfig, signer: Signer | None, report: Report, look: float = _LOOK
+        self,
+        store: Store,
+        config: AnchorConfig,
+        signer: Signer | None,
+        report: Report,
+        look: float = _LOOK,
+        base: Path | None = None,
     ) -> None:
         self._store = store
         self._config = config
         self._signer = signer
         self._report = report
         self._look = look
+        self._base = base
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deltasync-anchors", daemon=True)
 
@@ -134,6 +151,7 @@ class RoutineAnchors:
             newest.version,
             self._config.grace,
             scratch=self._config.scratch,
+            base=None if self._base is None else Checkpoint.open(self._base),
             check=self._check_running,
         )
         self._report.metrics.anchors.inc()

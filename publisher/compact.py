@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from chunkstore.codec import WINDOW, Section
 from chunkstore.crashpoints import crash_point
@@ -26,6 +26,9 @@ from manifest.schema import Manifest, Stats
 from publisher.errors import CompactionLate
 from publisher.upload import Upload, Uploaded
 
+if TYPE_CHECKING:  # it needs torch
+    from manifest.checkpoint import Checkpoint
+
 _BUDGET: Final = 128 << 20  # bytes of raw sections that wait for upload
 _THREADS: Final = 2
 
@@ -36,13 +39,15 @@ def compact(
     grace: float,
     *,
     scratch: Path | None = None,
+    base: "Checkpoint | None" = None,
     check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Manifest:
     """Store `version` whole, if it is not yet, and return the anchor.
 
     `grace`: seconds of garbage collection, of which half may pass: what is uploaded is nobody's until the anchor names
-    it, and must not look left behind. `scratch`: for the model's size in temporary files. `check`: called now and then;
+    it, and must not look left behind. `scratch`: for the model's size in temporary files. `base`: the
+    checkpoint that version 0 may refer to. `check`: called now and then;
     may raise. `clock`: monotonic.
 
     Raises CompactionLate; what `manifest.rebuild.rebuild` does if the version cannot be rebuilt; CorruptObject if what
@@ -72,7 +77,7 @@ def compact(
     catalog = read_catalog(log.store, original.catalog)
     attempt = secrets.token_bytes(16)
     with scratch_image(catalog, scratch) as image:
-        rebuild(log, version, image, in_time)
+        rebuild(log, version, image, in_time, base)
         uploaded = _upload(log, version, attempt, image, in_time)
     anchor = log.signed(anchor_of(original, attempt, uploaded))
     _prove(log, anchor, catalog, in_time)

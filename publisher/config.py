@@ -45,6 +45,10 @@ class PublisherConfig(BaseModel):
         default=None,
         description="dtype of every floating-point tensor on the rollout side, without a base checkpoint",
     )
+    refer_to_base: bool = Field(
+        default=False,
+        description="version 0 refers to base_checkpoint, which the subscribers have too, instead of uploading it",
+    )
     detect: Literal["auto", "snapshot"] = Field(
         default="auto",
         description="auto: invert AdamW and prove it; snapshot: keep a 16-bit copy, any optimizer",
@@ -84,4 +88,6 @@ class PublisherConfig(BaseModel):
     def _one_source_of_dtypes(self) -> Self:
         if (self.base_checkpoint is None) == (self.inference_dtype is None):
             raise ValueError("give exactly one of base_checkpoint and inference_dtype")
+        if self.refer_to_base and self.base_checkpoint is None:
+            raise ValueError("refer_to_base: needs base_checkpoint")
         return self

@@ -12,12 +12,12 @@ from chunkstore.errors import ConfigError, DeltasyncError
 from chunkstore.store import Store
 from manifest.board import Board
 from manifest.catalog import Catalog
+from manifest.checkpoint import Checkpoint
 from manifest.layout import check_layout
 from manifest.log import StreamInfo
 from manifest.parts import Call, CallKind, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, Manifest, Stats
 from manifest.settle import Patience, wait_for
-from publisher.checkpoint import Checkpoint
 from publisher.combine import Combined, combine
 from publisher.commit import Attempt, Commit, PublishHandle, stats_of
 from publisher.config import PublisherConfig

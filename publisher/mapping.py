@@ -11,8 +11,8 @@ from torch import nn
 
 from chunkstore.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from manifest.catalog import Catalog, TensorSpec
+from manifest.checkpoint import Checkpoint
 from manifest.naming import canonical_tensors
-from publisher.checkpoint import Checkpoint
 from publisher.errors import MappingMismatch
 
 

@@ -13,6 +13,7 @@ from chunkstore.errors import DeltasyncError, ObjectMissing
 from chunkstore.store import Store
 from manifest.board import Board
 from manifest.catalog import Catalog
+from manifest.checkpoint import Checkpoint
 from manifest.errors import CommitUnknown, Untrusted
 from manifest.key_files import load_signer
 from manifest.keys import chunk_key
@@ -20,7 +21,6 @@ from manifest.log import StreamInfo, VersionLog, open_stream
 from manifest.parts import Call, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, Manifest, Stats
 from manifest.settle import Patience, wait_for
-from publisher.checkpoint import Checkpoint
 from publisher.commit import Commit, PublishHandle, stats_of
 from publisher.config import PublisherConfig
 from publisher.coordinator import check_shared_publish, group_patience

@@ -14,11 +14,11 @@ from chunkstore.errors import ConfigError
 from chunkstore.open import open_store
 from chunkstore.store import Store
 from manifest.catalog import Catalog
-from publisher.checkpoint import Checkpoint
+from manifest.checkpoint import Checkpoint
 from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
 from publisher.coordinator import Coordinator
-from publisher.errors import PublisherStopped
+from publisher.errors import MappingMismatch, PublisherStopped
 from publisher.group import Writer
 from publisher.member import Member
 from publisher.optimizers import check_not_capturing, step_records, stepped
@@ -130,9 +130,16 @@ class Publisher:
         """
         settings = _settings(config)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        checkpoint = Checkpoint.open(settings.base_checkpoint) if settings.base_checkpoint else None
+        checkpoint = (
+            Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
+        )
         if writer is not None and writer.world_size == 1 and writer.owned is None:
             writer = None
+        if writer is not None and settings.refer_to_base:
+            raise ConfigError(
+                "a writer was given, but version 0 refers to a checkpoint only where one process feeds the stream",
+                hint="leave `refer_to_base` out of publisher.yaml",
+            )
         if settings.spool is not None:
             if writer is not None:
                 raise ConfigError(

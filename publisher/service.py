@@ -49,7 +49,9 @@ def run_publisher(config: PublisherConfig) -> int:
             log.info("serving HTTP at %s:%d", config.http.host, server.port)
         if config.anchors is not None:
             signer = load_signer(config.signing)
-            stack.enter_context(RoutineAnchors(store, config.anchors, signer, report))
+            stack.enter_context(
+                RoutineAnchors(store, config.anchors, signer, report, base=config.base_checkpoint)
+            )
         stack.enter_context(_stopped_by_signals(listener))
         serve_trainers(config, store, config.spool, listener, report)
     log.info("stopped")

@@ -14,10 +14,10 @@ from chunkstore.crashpoints import crash_point
 from chunkstore.errors import DeltasyncError
 from chunkstore.store import Store
 from manifest.catalog import Catalog
-from publisher.checkpoint import Checkpoint
+from manifest.checkpoint import Checkpoint
 from publisher.commit import Commit
 from publisher.config import PublisherConfig
-from publisher.errors import CaptureLost, SpoolInvalid
+from publisher.errors import CaptureLost, MappingMismatch, SpoolInvalid
 from publisher.frames import Frames
 from publisher.inversion import Hyper
 from publisher.mapping import castable
@@ -124,7 +124,11 @@ class Session:
         catalog = Catalog.from_bytes(request.catalog)
         self._state = MappedState.open(self._spool, request.state)
         tensors = _tensors(catalog, request, self._state)
-        checkpoint = Checkpoint.open(self._config.base_checkpoint) if self._config.base_checkpoint else None
+        checkpoint = (
+            Checkpoint.open(self._config.base_checkpoint, MappingMismatch)
+            if self._config.base_checkpoint
+            else None
+        )
         shards = make_shards(catalog, tensors, request.sources, request.steps)
         self._still()
         writer = StreamWriter(self._store, self._config, catalog, shards, self._still)

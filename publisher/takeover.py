@@ -2,11 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from chunkstore.errors import Action, DeltasyncError
-from manifest.catalog import Catalog
+from manifest.catalog import Catalog, root_digest
 from manifest.errors import Fenced
 from manifest.history import find_plan
 from manifest.log import VersionLog
@@ -68,10 +70,41 @@ def empty_version(
     )
 
 
+def reference_version(
+    stream: bytes,
+    catalog: Catalog,
+    digests: Sequence[int],
+    publisher: bytes,
+    now: Callable[[], float] = time.time,
+) -> Manifest:
+    """Version 0 as the checkpoint that both sides have, whose tensors have these `digests`."""
+    held = np.array(digests, np.uint64)
+    return Manifest(
+        stream=stream,
+        version=0,
+        kind="reference",
+        base_version=None,
+        base_root=None,
+        root=root_digest(catalog, held),
+        parent_hash=None,
+        epoch=1,
+        publisher=publisher,
+        commit_id=secrets.token_bytes(16),
+        attempt=secrets.token_bytes(16),
+        catalog=catalog.hash,
+        train_step=None,
+        optimizer_steps=0,
+        created_at=now(),
+        digests=held.astype("<u8").tobytes(),
+        chunks=[],
+        stats=Stats(elements=sum(t.numel for t in catalog.tensors)),
+    )
+
+
 def reachable(log: VersionLog, version: int) -> bool:
-    """Whether a subscriber that trusts whom `log` trusts, and holds nothing, gets to `version`."""
+    """Whether a subscriber that trusts whom `log` trusts, with nothing but the base checkpoint, gets to `version`."""
     try:
-        find_plan(log, None, version)
+        find_plan(log, None, version, references=True)
     except DeltasyncError as error:
         if error.action is Action.RETRY:
             raise

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manifest.catalog import Catalog
+from manifest.checkpoint import Checkpoint
 from manifest.naming import canonical_tensors
-from publisher.checkpoint import Checkpoint
 from publisher.config import PublisherConfig
 from publisher.errors import OptimizerRefused
 from publisher.group import Writer

@@ -15,20 +15,20 @@ from chunkstore.errors import DeltasyncError
 from chunkstore.probe import require_put_if_absent
 from chunkstore.store import Store
 from manifest.catalog import Catalog
+from manifest.checkpoint import Checkpoint
 from manifest.errors import ChainError, CommitUnknown, Fenced, ManifestInvalid
 from manifest.key_files import load_signer
 from manifest.keys import chunk_key
 from manifest.log import StreamInfo, VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest
 from manifest.settle import Patience
-from publisher.checkpoint import Checkpoint
 from publisher.commit import Attempt, Commit, PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, PublisherStopped
 from publisher.mapping import verify_against_files
 from publisher.optimizers import StepRecord
 from publisher.shard import Shard
-from publisher.takeover import check_catalog, claim, reachable
+from publisher.takeover import check_catalog, claim, fenced, reachable, reference_version
 from publisher.tracking import Tracking
 from publisher.upload import Upload
 
@@ -96,7 +96,10 @@ class StreamWriter:
                 return
             self._verify_start(checkpoint)
             put_catalog(self._store, self.catalog)
-            self._first_version()
+            if self._config.refer_to_base:
+                self._refer()
+            else:
+                self._first_version()
         except BaseException:  # also Ctrl-C: the threads must not outlive a failed start
             self._shut_down()
             raise
@@ -133,6 +136,21 @@ class StreamWriter:
     def _verify_start(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             verify_against_files([s.kept_digest for s in self.shards], self.catalog, checkpoint)
+
+    def _refer(self) -> None:
+        """Commit version 0 as a reference to the base checkpoint, which has just been compared with the shards."""
+        digests = [shard.kept_digest for shard in self.shards]
+        first = self._log.signed(reference_version(self._log.stream.id, self.catalog, digests, self._id))
+        outcome = self._log.commit(first)
+        if not outcome.won:
+            error = fenced(self._log, first, outcome.winner)
+            if not self._config.takeover:
+                raise error
+            log.warning("version 0 was taken: %s", error)
+            self._continue(outcome.winner)
+            return
+        self._base, self._epoch = first, first.epoch
+        log.info("version 0 committed: a reference to the base checkpoint")
 
     def _first_version(self) -> None:
         attempt = self._new_attempt(train_step=None)

@@ -79,8 +79,9 @@ class Stream:
 
     catalog: Catalog
 
-    def __init__(self, config: StoreConfig, trust: Trust | None) -> None:
+    def __init__(self, config: StoreConfig, trust: Trust | None, *, references: bool) -> None:
         self._config = config
+        self._references = references
         self._trust = trust
         self._found: StreamInfo | ObjectMissing | Untrusted | None = None
 
@@ -105,7 +106,7 @@ class Stream:
     async def plan(self) -> str:
         def plan() -> str:
             newest = self._newest()
-            path = find_plan(self._log, None, newest.version)
+            path = find_plan(self._log, None, newest.version, references=self._references)
             self.catalog = read_catalog(self._store, newest.catalog)
             return (
                 f"the newest is {newest.version}; a new engine starts from the anchor of {path.steps[0].version}, "

@@ -89,6 +89,7 @@ class SubscriberConfig(_Strict):
     """How one subscriber follows one stream.
 
     `id`: names its status object and its local files; unique per stream, the host name unless given.
+    `base_checkpoint`: the Hugging Face folder that the trainer started from, for streams whose version 0 refers to it.
     `poll_interval`: seconds between looks for a new version; grows up to fourfold while nothing comes.
     `relist_interval`: seconds between listings of the log, and between checks that the stream is still the same.
     `state_dir`: the journal, kept across restarts. `staging_dir`: fetched and staged data, default
@@ -102,6 +103,7 @@ class SubscriberConfig(_Strict):
     """
 
     store: StoreConfig
+    base_checkpoint: Path | None = None
     id: str = Field(default_factory=_host_id, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")
     poll_interval: Seconds = 1.0
     relist_interval: Seconds = 60.0

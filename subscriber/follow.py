@@ -13,12 +13,14 @@ from uuid import uuid4
 from chunkstore.crashpoints import crash_point
 from chunkstore.errors import Action, DeltasyncError, ObjectMissing
 from manifest.catalog import Catalog
+from manifest.checkpoint import Checkpoint
 from manifest.errors import ChainError, ForeignStream
 from manifest.history import find_plan
 from manifest.layout import check_layout
 from manifest.log import VersionLog, read_catalog
 from manifest.plan import Plan
 from manifest.schema import ChunkRef, Manifest
+from subscriber.base import Base
 from subscriber.disk import check_room
 from subscriber.engine import Prepared
 from subscriber.errors import EngineMismatch, VerificationFailed
@@ -72,6 +74,7 @@ class Follower:
         staging: Path,
         spool: Spool,
         share: Share,
+        base: Base,
         *,
         fetch_concurrency: int,
         prefetch_bytes: int,
@@ -86,6 +89,7 @@ class Follower:
         self._staging = staging
         self._spool = spool
         self._share = share
+        self._base = base
         self._slots = asyncio.Semaphore(fetch_concurrency)
         self._prefetch_bytes = prefetch_bytes
         self._look_ahead = look_ahead
@@ -129,7 +133,7 @@ class Follower:
 
     async def _recognise(self, newest: int) -> bool:
         """Adopt what is live if it is a version on the path to `newest`."""
-        path = await in_thread(lambda _: find_plan(self._log, None, newest))
+        path = await in_thread(lambda _: find_plan(self._log, None, newest, references=True))
         catalog = await self.catalog_of(path.steps[-1])
         state = await self.holder.engine.state(catalog)
         live = state.digests.astype("<u8").tobytes()
@@ -226,7 +230,8 @@ class Follower:
 
     def _find_plan(self, course: _Course) -> Plan:
         start = None if course.start is None else course.start.applied
-        return find_plan(self._log, start, course.target, course.unusable)
+        references = self._base.configured
+        return find_plan(self._log, start, course.target, course.unusable, references=references)
 
     async def _prepare(self, plan: Plan, course: _Course) -> Prepared:
         """Fetch, stage and verify; the engine goes on serving and nothing is written to it."""
@@ -242,11 +247,14 @@ class Follower:
         ahead = asyncio.create_task(self._prefetch(target))
         try:
             base = None if plan.from_anchor else course.start
+            checkpoint = await self._checkpoint_of(plan.steps[0], catalog)
             path = self._staging / f"update-{target.version}-{uuid4().hex[:8]}"
             staged = await self._timed(
                 course,
                 "stage",
-                self._watched(in_thread(lambda check: stage(plan, catalog, base, self._spool, path, check))),
+                self._watched(
+                    in_thread(lambda check: stage(plan, catalog, base, self._spool, path, check, checkpoint))
+                ),
             )
             crash_point("subscriber.after_stage")
             self._report.metrics.held_bytes.set(staged.nbytes)
@@ -272,10 +280,17 @@ class Follower:
         for step in plan.steps:
             try:
                 catalog = await self.catalog_of(step)
+                await self._checkpoint_of(step, catalog)
             except DeltasyncError as error:
                 raise _StepFailed(error, step) from error
         assert catalog is not None, "a plan to a version that is not held has steps"
         return catalog
+
+    async def _checkpoint_of(self, step: Manifest, catalog: Catalog) -> Checkpoint | None:
+        """The checkpoint that `step` refers to, if it is a reference. Raises BaseMissing."""
+        if step.kind != "reference":
+            return None
+        return await self._watched(in_thread(lambda _: self._base.proved(step, catalog)))
 
     async def _fetch(self, plan: Plan, catalog: Catalog) -> None:
         refs = [chunk for step in plan.steps for chunk in step.chunks]

@@ -15,6 +15,7 @@ from manifest.errors import Untrusted
 from manifest.key_files import load_trust
 from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
+from subscriber.base import Base
 from subscriber.config import SubscriberConfig
 from subscriber.engine import Engine
 from subscriber.errors import EngineChanged, EngineDrift, EngineRestarted, StagedLost, SubscriberError
@@ -158,6 +159,7 @@ class Session:
             self._staging,
             self._spool,
             self._share,
+            Base(self._config.base_checkpoint),
             fetch_concurrency=self._config.fetch_concurrency,
             prefetch_bytes=self._config.prefetch_bytes,
             look_ahead=self._config.poll_interval,

@@ -22,7 +22,7 @@ async def smoke(steps: Steps, config: SubscriberConfig, torch_engine: Callable[[
 
     `torch_engine`: makes the engine of the torch kind, whose module lives in this process alone.
     """
-    stream = Stream(config.store, load_trust(config.trust))
+    stream = Stream(config.store, load_trust(config.trust), references=config.base_checkpoint is not None)
     await steps.do("store", stream.reach)
     await steps.do("stream", stream.open, ("store",))
     await steps.do("versions", stream.plan, ("stream",))

@@ -2,11 +2,13 @@
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from chunkstore.codec import WINDOW, ChunkReader, Section
-from manifest.catalog import Catalog
+from manifest.catalog import Catalog, TensorSpec
+from manifest.checkpoint import Checkpoint
 from manifest.errors import ManifestInvalid
 from manifest.merge import merge
 from manifest.plan import Plan
@@ -22,18 +24,31 @@ _Place = tuple[ChunkRef, int]
 
 
 def stage(
-    plan: Plan, catalog: Catalog, base: Held | None, spool: Spool, path: Path, check: Check
+    plan: Plan,
+    catalog: Catalog,
+    base: Held | None,
+    spool: Spool,
+    path: Path,
+    check: Check,
+    checkpoint: Checkpoint | None = None,
 ) -> StagedUpdate:
     """Write the update of `plan` into the new directory `path`.
 
-    All chunks of the plan are in `spool`. Memory: one window, whatever the number of versions. Raises StagedLost,
+    All chunks of the plan are in `spool`. `checkpoint`: what the first step refers to, if it is a reference.
+    Memory: one window, whatever the number of versions. Raises StagedLost,
     CorruptObject, ManifestInvalid, StagingFull.
     """
     readers = _Readers(spool, catalog)
     with disk_errors(path.parent), StagingWriter(path, catalog, base, plan.steps[-1]) as writer:
-        for (tensor, window), places in sorted(_by_window(plan).items(), key=lambda item: item[0]):
+        windows = _by_window(plan)
+        for tensor, spec in enumerate(catalog.tensors if checkpoint is not None else ()):
+            for window in range(-(-spec.numel // WINDOW)):
+                windows.setdefault((tensor, window), [])
+        for (tensor, window), places in sorted(windows.items(), key=lambda item: item[0]):
             check()
-            update = merge(catalog.tensors[tensor], tensor, window, readers.sections(places))
+            spec = catalog.tensors[tensor]
+            first = () if checkpoint is None else (_section(checkpoint, spec, tensor, window),)
+            update = merge(spec, tensor, window, chain(first, readers.sections(places)))
             if base is None and update.relative is not None:
                 raise _without_base(plan, catalog.tensors[tensor].name)
             writer.add(update)
@@ -47,9 +62,17 @@ def staged_bytes(plan: Plan, catalog: Catalog) -> int:
     for section in sections:
         values += section.changed * (catalog.tensors[section.tensor].width + (0 if section.whole else 4))
         flags += (section.changed + 7) // 8
+    if plan.steps and plan.steps[0].kind == "reference":
+        values += catalog.nbytes
     values = min(values, sum(t.numel * (t.width + 4) for t in catalog.tensors))
     may_be_relative = not plan.from_anchor and not all(s.whole for s in sections)
     return 2 * values + flags if may_be_relative else values
+
+
+def _section(checkpoint: Checkpoint, spec: TensorSpec, tensor: int, window: int) -> Section:
+    start = window * WINDOW
+    values = checkpoint.bits(spec.name)[start : start + WINDOW]
+    return Section(tensor, spec.dtype, start, start + len(values), None, values)
 
 
 def _by_window(plan: Plan) -> dict[tuple[int, int], list[_Place]]:

@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from chunkstore.metrics import StoreMetrics
     from chunkstore.store import Store
+    from manifest.checkpoint import Checkpoint
     from manifest.log import VersionLog
     from manifest.signing import Trust
 
@@ -58,6 +60,25 @@ def trust_of(args: argparse.Namespace) -> "Trust | None":
     from manifest.signing import Trust
 
     return Trust(map(read_public_key, args.trusted_key))
+
+
+def add_base_option(parser: argparse.ArgumentParser) -> None:
+    """For streams whose version 0 refers to a checkpoint."""
+    parser.add_argument(
+        "--base-checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="the checkpoint that the run started from, if version 0 refers to it instead of holding it",
+    )
+
+
+def base_of(args: argparse.Namespace) -> "Checkpoint | None":
+    """What the option of `add_base_option` names. Raises BaseMissing."""
+    if args.base_checkpoint is None:
+        return None
+    from manifest.checkpoint import Checkpoint
+
+    return Checkpoint.open(args.base_checkpoint)
 
 
 def version_number(text: str) -> int:

@@ -61,6 +61,8 @@ def detect_kind(path: Path) -> Kind:
         sorted(keys & publishers - subscribers),
         sorted(keys & subscribers - publishers),
     )
+    if not of_subscriber and "base_checkpoint" in keys:
+        return "publisher"  # only of a publisher can it be the one key that matters
     if bool(of_publisher) == bool(of_subscriber):
         found = (
             f"it has keys of both: {', '.join(of_publisher)} and {', '.join(of_subscriber)}"

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from deltasync.commands._common import (
     Commands,
+    add_base_option,
     add_store_options,
     add_trust_option,
+    base_of,
     counted,
     duration,
     human_bytes,
@@ -28,6 +30,7 @@ def register(commands: Commands) -> None:
     )
     add_store_options(parser)
     add_trust_option(parser)
+    add_base_option(parser)
     parser.add_argument("--version", type=version_number, metavar="V", help="default: the newest")
     parser.add_argument(
         "--grace",
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         store = store_of(args, moving)
         log = VersionLog(store, open_stream(store, trust), trust=trust, signer=signer)
         version = newest_version(log) if args.version is None else args.version
-        anchor = compact(log, version, args.grace, scratch=args.scratch)
+        anchor = compact(log, version, args.grace, scratch=args.scratch, base=base_of(args))
     if args.json:
         chunks = [ref.key for ref in anchor.chunks]
         print_json({"version": version, "root": anchor.root, "nbytes": anchor.nbytes, "chunks": chunks})

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from deltasync.commands._common import (
     Commands,
+    add_base_option,
     add_store_options,
     add_trust_option,
+    base_of,
     human_bytes,
     newest_version,
     print_json,
@@ -24,6 +26,7 @@ def register(commands: Commands) -> None:
     )
     add_store_options(parser)
     add_trust_option(parser)
+    add_base_option(parser)
     parser.add_argument(
         "directory", metavar="DIR", type=Path, help="a folder that does not exist yet, or is empty"
     )
@@ -44,13 +47,16 @@ def run(args: argparse.Namespace) -> int:
     from manifest.history import find_plan
     from manifest.log import VersionLog, open_stream
 
+    base = base_of(args)
     with transfer("export") as reading:
         store, trust = store_of(args, reading), trust_of(args)
         log = VersionLog(store, open_stream(store, trust), trust=trust)
         version = newest_version(log) if args.version is None else args.version
         if reading.shown:
-            reading.expect(find_plan(log, None, version).nbytes)
-        done = export_checkpoint(store, version, args.directory, config_dir=args.config, trust=trust)
+            reading.expect(find_plan(log, None, version, references=base is not None).nbytes)
+        done = export_checkpoint(
+            store, version, args.directory, config_dir=args.config, trust=trust, base=base
+        )
     if args.json:
         fields = {"version": done.version, "root": done.root, "directory": str(done.directory)}
         print_json(fields | {"files": done.files, "nbytes": done.nbytes})

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from deltasync.commands._common import (
     Commands,
+    add_base_option,
     add_store_options,
     add_trust_option,
+    base_of,
     counted,
     human_bytes,
     print_json,
@@ -29,6 +31,7 @@ def register(commands: Commands) -> None:
     )
     add_store_options(parser)
     add_trust_option(parser)
+    add_base_option(parser)
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="where the temporary space is; default: the system's"
     )
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         store = store_of(args, reading)
         if reading.shown:
             reading.expect(sum(info.size for info in store.list_after(CHUNKS)))
-        report = verify_stream(store, args.scratch, trust_of(args))
+        report = verify_stream(store, args.scratch, trust_of(args), base_of(args))
     if args.json:
         print_json({"ok": report.ok, **asdict(report)})
     else:
@@ -57,7 +60,8 @@ def _lines(report: "VerifyReport") -> list[str]:
     lines = [f"{problem.key}: {problem.kind}: {problem.message}" for problem in report.problems]
     if report.unverified:
         lines.append(
-            f"not verified, for the problems above: versions {', '.join(map(str, report.unverified))}"
+            f"not verified, {'for the problems above' if report.problems else 'without its --base-checkpoint'}: "
+            f"versions {', '.join(map(str, report.unverified))}"
         )
     if report.collected:
         lines.append(f"removed by garbage collection: {counted(len(report.collected), 'version')}")

@@ -23,6 +23,7 @@ def file(tmp_path: Path) -> Path:
         ("store: {url: /data}\ninference_dtype: bfloat16\n", "publisher"),
         (SUBSCRIBER, "subscriber"),
         ("store: {url: /data}\npoll_interval: 2\n", "subscriber"),
+        (SUBSCRIBER + "base_checkpoint: /models/m\n", "subscriber"),
     ],
 )
 def test_the_keys_tell_whose_file_it_is(
@@ -62,7 +63,8 @@ def test_wrong_keys_are_named(
 
 
 @pytest.mark.parametrize(
-    "text", ["store: {url: /data}\n", PUBLISHER + "engine: {type: torch, factory: 'm:f'}\n", ""]
+    "text",
+    ["store: {url: /data}\n", PUBLISHER + "refer_to_base: true\nengine: {type: torch, factory: 'm:f'}\n", ""],
 )
 def test_a_file_of_neither_or_both_needs_a_kind(
     file: Path, text: str, capsys: pytest.CaptureFixture[str]
