@@ -90,6 +90,25 @@ def replace_size(one: ObjectInfo) -> ObjectInfo:
     return ObjectInfo(one.key, one.size - 1, one.modified)
 
 
+def test_an_anchor_that_a_later_version_skips_frees_nothing_that_it_needs() -> None:
+    versions = chain(5) | {4: encoding(4, 2, NOW - 1000, name="a")}
+    assert (
+        collectable(holdings(versions, {3: encoding(3, None, NOW - 500, name="b")}), Policy(100)).floor == 0
+    )
+    assert (
+        collectable(holdings(versions, {2: encoding(2, None, NOW - 500, name="b")}), Policy(100)).floor == 2
+    )
+
+
+def test_a_version_that_does_not_exist_is_not_decided_though_later_ones_are() -> None:
+    alternates = {6: encoding(6, None, NOW - 500, name="b")}
+    held = holdings(chain(9), alternates)
+    later = {version: own for version, own in held.versions.items() if version >= 4}
+    committed = {version: when for version, when in held.committed.items() if version != 3}
+    garbage = collectable(replace(held, committed=committed, versions=later), Policy(100))
+    assert {int(doomed.key.split("/")[1]) for doomed in garbage.objects} == {0, 1, 2, 4, 5}
+
+
 def test_a_live_lease_keeps_what_its_version_needs() -> None:
     alternates = {v: encoding(v, None, NOW - 500, name="b") for v in (2, 6)}
 
@@ -226,7 +245,7 @@ def without(held: Holdings, keys: set[str]) -> Holdings:
     return replace(held, objects=[o for o in held.objects if o.key not in keys])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(worlds())
 def test_nothing_that_anybody_may_need_goes(world: tuple[Holdings, Policy]) -> None:
     held, policy = world
@@ -246,7 +265,7 @@ def test_nothing_that_anybody_may_need_goes(world: tuple[Holdings, Policy]) -> N
             assert {o.key for o in held.objects if o.key in e.chunks} <= there
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(worlds())
 def test_undecided_and_young_attempts_stay(world: tuple[Holdings, Policy]) -> None:
     held, policy = world
@@ -259,7 +278,7 @@ def test_undecided_and_young_attempts_stay(world: tuple[Holdings, Policy]) -> No
         assert doomed.nbytes == by_key[doomed.key].size
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(worlds())
 def test_a_second_run_finds_nothing_and_the_end_of_the_log_is_enough(world: tuple[Holdings, Policy]) -> None:
     held, policy = world
@@ -272,7 +291,7 @@ def test_a_second_run_finds_nothing_and_the_end_of_the_log_is_enough(world: tupl
         assert collectable(replace(held, versions=read), policy) == garbage
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(worlds(), st.data())
 def test_an_interrupted_run_is_finished_by_the_next(
     world: tuple[Holdings, Policy], data: st.DataObject
