@@ -5,7 +5,12 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import torch
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Workers share two cores; threads that wait for each other cost more than they bring. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
