@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +38,18 @@ def merge(spec: TensorSpec, tensor: int, window: int, sections: Iterable[Section
     """The update that equals applying `sections`, in version order, one after the other.
 
     All sections are of tensor id `tensor` and lie inside window number `window`. Memory: two bitmaps and a copy
-    of one window, whatever the number of sections; they are consumed one at a time.
+    of one window, whatever the number of sections, of which three are held at a time; a single one needs only itself.
     """
     start, stop = window * WINDOW, min((window + 1) * WINDOW, spec.numel)
+    rest = iter(sections)
+    head = list(islice(rest, 2))
+    if len(head) == 1 and (head[0].offsets is not None or stop - start == len(head[0].values)):
+        _check_place(head[0], spec, tensor, start, stop)
+        return _alone(head[0], start, stop)
     values = np.zeros(stop - start, bits_dtype(spec.dtype))
     given, relative = np.zeros(stop - start, np.bool_), np.zeros(stop - start, np.bool_)
-    for section in sections:
-        assert (section.tensor, section.dtype) == (tensor, spec.dtype), "section of another tensor"
-        assert start <= section.start < section.stop <= stop, "section of another window"
+    for section in chain(head, rest):
+        _check_place(section, spec, tensor, start, stop)
         lo, hi = section.start - start, section.stop - start
         at = slice(lo, hi) if section.offsets is None else section.offsets + np.uint32(lo)
         if section.relative:
@@ -61,6 +66,22 @@ def merge(spec: TensorSpec, tensor: int, window: int, sections: Iterable[Section
     offsets = np.flatnonzero(given).astype(np.uint32)
     left = relative[offsets]
     return Update(tensor, start, stop, offsets, values[offsets], left if left.any() else None)
+
+
+def _check_place(section: Section, spec: TensorSpec, tensor: int, start: int, stop: int) -> None:
+    assert (section.tensor, section.dtype) == (tensor, spec.dtype), "section of another tensor"
+    assert start <= section.start < section.stop <= stop, "section of another window"
+
+
+def _alone(section: Section, start: int, stop: int) -> Update:
+    """The update of one section, which is sparse or gives the whole range."""
+    relative = np.ones(len(section.values), np.bool_) if section.relative else None
+    offsets = section.offsets
+    if offsets is None or len(offsets) == stop - start:
+        return Update(section.tensor, start, stop, None, section.values, relative)
+    return Update(
+        section.tensor, start, stop, offsets + np.uint32(section.start - start), section.values, relative
+    )
 
 
 def resolve(update: Update, base: Bits) -> Update:
