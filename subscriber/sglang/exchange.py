@@ -217,11 +217,13 @@ def _places(box: Box, update: Update) -> Iterator[tuple[Indices, int]]:
 def _positions(box: Box, update: Update, entry: _Entry) -> slice | Indices:
     """Which values of `update` an entry is about."""
     some = slice(entry.skip, entry.skip + entry.count)
-    if update.offsets is not None:
-        return locate(box, update.offsets.astype(np.int64) + update.start)[0][some]
+    offsets = update.offsets
     if box.contiguous:
-        first = max(box.source, update.start) - update.start
+        inside = max(box.source - update.start, 0)
+        first = inside if offsets is None else int(np.searchsorted(offsets, np.uint32(inside)))
         return slice(first + some.start, first + some.stop)
+    if offsets is not None:
+        return locate(box, offsets.astype(np.int64) + update.start)[0][some]
     parts = [
         (sources[:, None] + np.arange(run)).ravel() - update.start
         for sources, _, run in runs(box, update.start, update.stop)

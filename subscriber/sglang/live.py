@@ -54,18 +54,22 @@ class LiveMemories:
 
 def gather(memory: torch.Tensor, piece: Piece, targets: Indices) -> Bits:
     """The bits of `piece`'s elements, in its order, on the host."""
-    host = memory[_index(memory, piece, targets)].cpu().contiguous().numpy()
+    host = _read(memory, piece, targets).cpu().contiguous().numpy()
     return host.view(BITS[memory.element_size()])
 
 
 def scatter(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> None:
     """Write the bits of `piece`'s elements."""
-    memory[_index(memory, piece, targets)] = _to(memory, bits)
+    index, new = _index(memory, piece, targets), _to(memory, bits)
+    if isinstance(index, slice):
+        memory[index] = new
+    else:
+        memory.scatter_(0, index, new)  # twice as fast as indexing, on one thread
 
 
 def holds(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> bool:
     """Whether `piece`'s elements have these bits."""
-    return bool(torch.equal(memory[_index(memory, piece, targets)], _to(memory, bits)))
+    return bool(torch.equal(_read(memory, piece, targets), _to(memory, bits)))
 
 
 def digest(name: str, memory: torch.Tensor, box: Box) -> int:
@@ -105,6 +109,11 @@ def _parts(box: Box) -> Iterator[_Part]:
                 box.target_stride,
             )
         )
+
+
+def _read(memory: torch.Tensor, piece: Piece, targets: Indices) -> torch.Tensor:
+    index = _index(memory, piece, targets)
+    return memory[index] if isinstance(index, slice) else memory.gather(0, index)
 
 
 def _index(memory: torch.Tensor, piece: Piece, targets: Indices) -> torch.Tensor | slice:
