@@ -7,6 +7,7 @@ alone, and an answer counts only if every rank gave one.
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,11 +26,14 @@ from subscriber.errors import (
     SubscriberError,
     name_offenders,
 )
+from subscriber.report import event
 from subscriber.sglang.wire import PREFIX, PROTOCOL
 
 Ack = dict[str, Any]
 
-_POLL: Final = 0.02  # seconds between looks at work beside serving; each is a small request to the scheduler
+_POLL: Final = 0.02  # seconds between looks at work beside serving, at first
+_POLL_SHARE: Final = 0.1  # of the time that it has taken so far: each look is a vote between two batches
+_POLL_LONGEST: Final = 0.5
 _KINDS: Final[Mapping[str, type[SubscriberError]]] = {
     kind.kind: kind for kind in (EngineChanged, EngineFailed, EngineMismatch, StagedLost)
 }
@@ -107,7 +111,7 @@ class Client:
 
     async def _send(self, op: str, timeout: float | None, **fields: object) -> list[Ack]:
         action = PREFIX + json.dumps({"op": op, **fields})
-        message = await self._post("/weights_checker", {"action": action}, timeout)
+        message = await self._post("/weights_checker", {"action": action}, timeout, op)
         try:
             acks: list[Ack] = [ack for part in str(message).split(" | ") for ack in json.loads(part)]
             return sorted(acks, key=lambda ack: (int(ack["rank"]), str(ack["boot"])))
@@ -117,17 +121,18 @@ class Client:
     async def run(self, op: str, name: str, **fields: object) -> list[Ack]:
         """Start long work on every rank, beside serving, and wait until all have done it."""
         await self.ask(op, None, name=name, **fields)
-        deadline = time.monotonic() + self._config.prepare_timeout
+        began = time.monotonic()
         while True:
             acks = await self.ask("poll", task=f"{op} {name}")
             if all(ack["done"] for ack in acks):
                 return acks
-            if time.monotonic() > deadline:
+            taken = time.monotonic() - began
+            if taken > self._config.prepare_timeout:
                 raise EngineFailed(
                     f"{self.name}: {op} took longer than prepare_timeout, {self._config.prepare_timeout} s",
                     hint="raise engine.prepare_timeout, or look at the server's log",
                 )
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(min(max(_POLL, _POLL_SHARE * taken), _POLL_LONGEST))
 
     async def pause(self) -> None:
         """Let nothing run: requests wait, or are aborted, as configured."""
@@ -141,9 +146,15 @@ class Client:
         """Set the weight version that answers carry."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    async def _post(self, path: str, body: Mapping[str, object], timeout: float | None = None) -> object:
-        """The message of a successful answer."""
-        return self._message(path, await self._respond(path, body, timeout))
+    async def _post(
+        self, path: str, body: Mapping[str, object], timeout: float | None = None, op: str | None = None
+    ) -> object:
+        """The message of a successful answer. `op`: what a request of ours is about, for the log."""
+        began = time.perf_counter()
+        response = await self._respond(path, body, timeout)
+        seconds = round(time.perf_counter() - began, 6)
+        event("request", logging.DEBUG, to=op or path, server=self.name, seconds=seconds)
+        return self._message(path, response)
 
     async def _respond(self, path: str, body: Mapping[str, object], timeout: float | None) -> httpx.Response:
         try:
