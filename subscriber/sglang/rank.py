@@ -351,7 +351,7 @@ class Rank:
         map_, memories = self._mapped()
         vectors = memories.vectors()
         _synchronize(vectors)
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.thread_time()
         with torch.inference_mode():
             for number, piece in enumerate(job.files.order.pieces):
                 targets, new = job.pieces("targets")[number], job.pieces("new")[number]
@@ -361,10 +361,10 @@ class Rank:
                         f"{map_.memories[piece.memory].name} does not hold what was just written",
                         hint="the memory is damaged, or another thread writes it; replace the server",
                     )
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - busy
         self._host.wrote(str(job.version))
         self._unfinished = None
-        return {"token": self.writes, "seconds": seconds}
+        return {"token": self.writes, "seconds": seconds, "cpu_seconds": cpu_seconds}
 
     def _open(self, request: Ack, map_: BoxMap) -> Job:
         directory, orders = Path(request["directory"]), request["orders"]
