@@ -175,7 +175,9 @@ def test_staged_files_that_are_lost_are_staged_again(case: Case, harm: str, kind
     case.breakable.arm(0, "gather", "wait")
     case.trainer.publish()
     until(lambda: "0.gather.reached" in case.breakable.armed())
-    (path,) = case.follower.config.staging_path.glob(f"update-2-*/ranks-*/1.{kind}")
+    files = case.follower.config.staging_path
+    until(lambda: any(path.stat().st_size for path in files.glob(f"update-2-*/ranks-*/1.{kind}")))
+    (path,) = files.glob(f"update-2-*/ranks-*/1.{kind}")
     if harm == "remove":
         path.unlink()
     else:
