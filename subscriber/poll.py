@@ -154,6 +154,8 @@ class _Handler(FileSystemEventHandler):
 
 async def sleep_until(wake: asyncio.Event, seconds: float) -> None:
     """Return after `seconds`, or as soon as `wake` is set, which this clears."""
+    # Not wait_for, which loses a cancellation that comes together with the wake.
     with suppress(TimeoutError):
-        await asyncio.wait_for(wake.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await wake.wait()
     wake.clear()

@@ -1,7 +1,10 @@
 """Looking for versions: which requests are made, and how often."""
 
+import asyncio
 import threading
 from pathlib import Path
+
+import pytest
 
 from chunkstore.memory import MemoryStore
 from chunkstore.metrics import MetricsStore, StoreMetrics
@@ -9,7 +12,7 @@ from chunkstore.posix import PosixStore
 from manifest.errors import ChainError
 from manifest.keys import manifest_key
 from manifest.log import VersionLog, open_stream
-from subscriber.poll import Poller, Watch
+from subscriber.poll import Poller, Watch, sleep_until
 from tests.subscriber.parts import TIMEOUT
 from tests.support.streams import StreamBuilder, random_weights
 
@@ -137,3 +140,18 @@ def test_nothing_to_watch_elsewhere() -> None:
     watch = Watch("s3://bucket/prefix", lambda: None)
     watch.start()
     watch.stop()
+
+
+def test_a_sleep_is_cancelled_even_when_it_is_woken_at_the_same_time() -> None:
+    """Or a stop that comes together with a new version would be lost, and waited for in vain."""
+
+    async def wake_and_cancel() -> None:
+        wake = asyncio.Event()
+        sleeper = asyncio.create_task(sleep_until(wake, TIMEOUT))
+        await asyncio.sleep(0)
+        wake.set()
+        sleeper.cancel()
+        await sleeper
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(wake_and_cancel())
