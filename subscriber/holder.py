@@ -70,13 +70,13 @@ class Holder:
         cancelled = False
         while not work.done():
             try:
-                await asyncio.shield(work)
+                await asyncio.wait([work])
             except asyncio.CancelledError:
                 cancelled = True
-        scattered = work.result()
         if cancelled:
+            work.exception()  # a stop counts whatever became of the apply
             raise asyncio.CancelledError
-        return scattered
+        return work.result()
 
     async def _write(self, prepared: Prepared) -> Scattered:
         staged = prepared.staged

@@ -16,6 +16,7 @@ from chunkstore.memory import MemoryStore
 from chunkstore.store import Buffer, Store
 from subscriber.daemon import Subscriber
 from subscriber.engine import Prepared, Scattered
+from subscriber.errors import EngineFailed
 from subscriber.staging import StagedUpdate
 from subscriber.threads import in_thread, join_abandoned
 from subscriber.torch_engine import TorchEngine
@@ -259,3 +260,30 @@ def test_the_end_of_a_run_waits_for_work_that_was_cut_short() -> None:
     joining.join(TIMEOUT)
     assert finished.is_set()
     assert elapsed(lambda: join_abandoned(TIMEOUT)) < TIMEOUT / 2
+
+
+class FailingEngine(StuckEngine):
+    """What is stuck fails when it goes on."""
+
+    def _scatter(self, prepared: Prepared) -> Scattered:
+        if prepared.staged.target.version:
+            self.stuck()
+            raise EngineFailed("the weights cannot be written", hint="")
+        return super()._scatter(prepared)
+
+
+def test_a_stop_during_an_apply_that_fails_is_not_lost(tmp_path: Path) -> None:
+    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    worker = Worker(tmp_path, builder)
+    stuck = Stuck()
+    subscriber = Subscriber(worker.config, FailingEngine(worker.module, "scatter", stuck))
+    subscriber.start()
+    subscriber.wait_for(0, TIMEOUT)
+    builder.train()
+    assert stuck.reached.wait(TIMEOUT)
+    stopping = threading.Thread(target=subscriber.stop, daemon=True)
+    stopping.start()
+    until(lambda: subscriber._stop_asked)
+    stuck.go_on.set()
+    stopping.join(TIMEOUT)
+    assert not stopping.is_alive()
