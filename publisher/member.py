@@ -112,7 +112,7 @@ class Member:
             layout = layout_hash(self.catalog.hash, self._writer.world_size, self._writer.run)
             self._board = Board(self._store, stream, layout, patience, signer)
             self._join()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the threads must not outlive a failed start
             self._shut_down()
             raise
 

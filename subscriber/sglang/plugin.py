@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from torch import nn
 
-    from subscriber.sglang.rank import Ack, Rank
+    from subscriber.sglang.host import Ack
+    from subscriber.sglang.rank import Rank
 
 log = logging.getLogger("deltasync.sglang")
 

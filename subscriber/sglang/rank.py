@@ -13,65 +13,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
-from torch import nn
 
 from chunkstore.errors import DeltasyncError
 from manifest.catalog import Catalog
 from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, StagedLost
 from subscriber.sglang import live
 from subscriber.sglang.boxes import BoxMap
+from subscriber.sglang.host import Ack, Host
 from subscriber.sglang.job import Job
 from subscriber.sglang.live import LiveMemories
 from subscriber.sglang.wire import NOT_PAUSED, PROTOCOL, RankFiles, file_hash
-
-Ack = dict[str, Any]
 
 _TASKS: Final = 2
 """Long work at hand: one runs, and one waits for it, so that `deltasync smoke` never takes the daemon's turn."""
 _RESULTS: Final = 8
 """Of tasks that have ended, kept for whoever has not asked yet."""
-
-
-class Host(Protocol):
-    """What a rank needs of the server it lives in."""
-
-    rank: int
-    """Number of this rank over all replicas, from 0."""
-    size: int
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    def describe(self) -> Ack:
-        """What the daemon should know of the server: versions, topology."""
-
-    def refusals(self) -> list[str]:
-        """Why this server cannot be updated; empty if it can."""
-
-    def vote(self, ack: Ack) -> list[Ack]:
-        """The acknowledgements of all ranks that get the same requests in the same order."""
-
-    def memory_released(self) -> bool:
-        """Whether somebody has given the memory of the weights back to the device for now: nobody may touch it."""
-
-    def idle(self) -> bool:
-        """Whether no request holds anything computed from the weights, or will until generation continues."""
-
-    def stop_batches(self) -> None:
-        """Take back what runs, and let no batch run until generation is continued."""
-
-    def settle(self) -> None:
-        """Move on what can be moved without running a batch; all ranks call it together."""
-
-    def disown(self) -> Ack:
-        """The weights are no version any more: tell running requests."""
-
-    def wrote(self, version: str) -> None:
-        """The weights are `version` now: tell running requests, and drop what was cached."""
 
 
 @dataclass(frozen=True, slots=True)

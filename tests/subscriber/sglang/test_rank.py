@@ -13,7 +13,8 @@ from chunkstore.digest import digest
 from manifest.catalog import Catalog, TensorSpec
 from subscriber.sglang import live
 from subscriber.sglang.boxes import Box, BoxMap
-from subscriber.sglang.rank import Ack, Rank
+from subscriber.sglang.host import Ack
+from subscriber.sglang.rank import Rank
 from subscriber.sglang.wire import NOT_PAUSED, Order, Piece, RankFiles, file_hash
 from tests.subscriber.parts import TIMEOUT, live_bits, until
 

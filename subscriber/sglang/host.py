@@ -1,0 +1,46 @@
+"""The server that a rank lives in, as far as the rank needs it: `plugin.Server` in SGLang."""
+
+from typing import Any, Protocol
+
+from torch import nn
+
+Ack = dict[str, Any]
+"""One rank's acknowledgement of a request; also the request itself: JSON objects."""
+
+
+class Host(Protocol):
+    """What a rank needs of the server it lives in."""
+
+    rank: int
+    """Number of this rank over all replicas, from 0."""
+    size: int
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def describe(self) -> Ack:
+        """What the daemon should know of the server: versions, topology."""
+
+    def refusals(self) -> list[str]:
+        """Why this server cannot be updated; empty if it can."""
+
+    def vote(self, ack: Ack) -> list[Ack]:
+        """The acknowledgements of all ranks that get the same requests in the same order."""
+
+    def memory_released(self) -> bool:
+        """Whether somebody has given the memory of the weights back to the device for now: nobody may touch it."""
+
+    def idle(self) -> bool:
+        """Whether no request holds anything computed from the weights, or will until generation continues."""
+
+    def stop_batches(self) -> None:
+        """Take back what runs, and let no batch run until generation is continued."""
+
+    def settle(self) -> None:
+        """Move on what can be moved without running a batch; all ranks call it together."""
+
+    def disown(self) -> Ack:
+        """The weights are no version any more: tell running requests."""
+
+    def wrote(self, version: str) -> None:
+        """The weights are `version` now: tell running requests, and drop what was cached."""
