@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 import blake3
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chunkstore.errors import FormatUnsupported
 from chunkstore.regions import Region, nested
 from manifest.catalog import MAX_TENSORS
-from manifest.errors import ManifestInvalid
 from manifest.keys import chunk_prefix
+from manifest.records import read_record
 from manifest.schema import ChunkRef, Count, Hash, Id, Stats, Version
 from manifest.signing import Signer
 
@@ -58,22 +57,9 @@ class _Record(BaseModel):
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str) -> Self:
         """Parse what is stored under key `name`. Raises ManifestInvalid, FormatUnsupported; executes nothing."""
-        try:
-            raw = msgpack.unpackb(data, strict_map_key=True)
-        except (ValueError, msgpack.exceptions.UnpackException) as error:
-            raise ManifestInvalid(f"{name} is not msgpack: {error}") from error
-        if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] != 1:
-            raise FormatUnsupported(
-                f"{name} has format {raw['format']}, this release reads 1",
-                hint="all writers of a stream run the same release",
-            )
-        try:
-            record = cls.model_validate(raw)
-        except ValidationError as error:
-            raise ManifestInvalid(f"{name} does not match its schema: {error!s:.2000}") from error
-        if record.data != data:
-            raise ManifestInvalid(f"{name} is not in canonical form")
-        return record
+        return read_record(
+            cls, data, name=name, version=1, hint="all writers of a stream run the same release"
+        )
 
 
 class Call(_Record):

@@ -8,14 +8,14 @@ import blake3
 import msgpack
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from chunkstore.codec import MAX_CHUNK, WINDOW
-from chunkstore.errors import FormatUnsupported, InvalidKey
+from chunkstore.errors import InvalidKey
 from chunkstore.store import check_key
 from manifest.catalog import MAX_TENSORS
-from manifest.errors import ManifestInvalid
 from manifest.keys import CHUNKS, MAX_VERSION, chunk_prefix
+from manifest.records import read_record
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 64 << 20
@@ -191,19 +191,10 @@ class Manifest(_Wire):
         """Parse what is stored under key `name`. Raises ManifestInvalid or FormatUnsupported; executes
         nothing.
         """
-        try:
-            raw = msgpack.unpackb(data, strict_map_key=True)
-        except (ValueError, msgpack.exceptions.UnpackException) as error:
-            raise ManifestInvalid(f"manifest {name} is not msgpack: {error}") from error
-        if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] != MANIFEST_FORMAT:
-            raise FormatUnsupported(
-                f"manifest {name} has format {raw['format']}, this release reads {MANIFEST_FORMAT}",
-                hint="upgrade deltasync on this side first: readers before writers",
-            )
-        try:
-            manifest = cls.model_validate(raw)
-        except ValidationError as error:
-            raise ManifestInvalid(f"manifest {name} does not match its schema: {error!s:.2000}") from error
-        if manifest.data != data:
-            raise ManifestInvalid(f"manifest {name} is not in canonical form")
-        return manifest
+        return read_record(
+            cls,
+            data,
+            name=f"manifest {name}",
+            version=MANIFEST_FORMAT,
+            hint="upgrade deltasync on this side first: readers before writers",
+        )
