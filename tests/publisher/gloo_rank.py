@@ -7,7 +7,7 @@ from typing import Any
 
 def main(rank: int, world_size: int, store: str, state: str, steps: int, meeting: str, crash_at: str) -> None:
     """Train up to `steps` from the checkpoint in `state`, publishing each step after saving it, as trainers do."""
-    os.environ["DELTASYNC_CRASH_AT"] = crash_at  # read when chunkstore is imported
+    os.environ["DELTASYNC_CRASH_AT"] = crash_at
     import torch
     from torch import distributed
 

@@ -1,6 +1,5 @@
 """Real ranks over gloo, kill −9 of any at any point, a restart with another number: nothing is lost or mixed."""
 
-import multiprocessing
 import signal
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -18,10 +17,9 @@ from manifest.verify import verify_stream
 from tests.publisher.gloo_rank import main
 from tests.publisher.ranks import Model
 from tests.publisher.zoo import published
+from tests.support.processes import PROCESSES
 
 STEPS = 3
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "numba", "pydantic"])  # not chunkstore, which reads where to die
 
 
 class World:
@@ -40,7 +38,7 @@ class World:
         paths = (str(self.root / "stream"), str(self.state), steps, str(meeting))
         points = [(crash or {}).get(rank, "") for rank in range(world_size)]
         ranks = [
-            _context.Process(target=main, args=(rank, world_size, *paths, point))
+            PROCESSES.Process(target=main, args=(rank, world_size, *paths, point))
             for rank, point in enumerate(points)
         ]
         try:

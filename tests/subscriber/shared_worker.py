@@ -1,7 +1,6 @@
 """A rollout process whose weights outlive it: a module in file-backed shared memory."""
 
 import asyncio
-import importlib
 import os
 from collections.abc import Mapping
 from math import prod
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkstore import crashpoints
 from chunkstore.dtypes import WIDTH
 from chunkstore.open import StoreConfig
 from chunkstore.torch_dtypes import TORCH_DTYPES
@@ -67,6 +65,5 @@ def fleet_for(options: dict[str, Any]) -> tuple[dict[str, nn.Module], Fleet]:
 def run_until_killed(options: dict[str, Any], point: str) -> None:
     """Catch up with the stream in a process that dies at the crash point `point`."""
     os.environ["DELTASYNC_CRASH_AT"] = point
-    importlib.reload(crashpoints)  # it reads the environment once
     daemon = fleet_for(options)[1] if "names" in options else subscriber_for(options)[1]
     asyncio.run(daemon.run(once=True))

@@ -1,7 +1,6 @@
 """kill −9 at every named point; the weights live on in shared memory, and a restart ends bit-identical."""
 
 import asyncio
-import multiprocessing
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +12,7 @@ from chunkstore.posix import PosixStore
 from subscriber.daemon import Subscriber
 from tests.subscriber.parts import MIXED, SHAPES, differing, small_weights
 from tests.subscriber.shared_worker import run_until_killed, subscriber_for
+from tests.support.processes import PROCESSES
 from tests.support.streams import StreamBuilder
 
 POINTS = (
@@ -29,8 +29,6 @@ WRITTEN = {"subscriber.before_record", "subscriber.after_record"}
 
 
 # Processes forked from a server that has imported torch: as real as any other, and there at once.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.subscriber.shared_worker"])
 
 
 class World:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import multiprocessing
 import signal
 import threading
 from pathlib import Path
@@ -34,11 +33,10 @@ from tests.subscriber.parts import (
     until,
 )
 from tests.subscriber.shared_worker import BOOT_ID, fleet_for, run_until_killed
+from tests.support.processes import PROCESSES
 from tests.support.streams import StreamBuilder
 
 NAMES = ("a", "b", "c")
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.subscriber.shared_worker"])
 
 
 class World:

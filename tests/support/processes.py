@@ -1,0 +1,11 @@
+"""Processes that start fast: forked from one that has imported what they need.
+
+A test process has one such server, whose imports are set before the first start; so here is the one place.
+"""
+
+import multiprocessing
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["tests.publisher.gloo_rank", "tests.publisher.ranks", "tests.subscriber.shared_worker"]
+)
