@@ -16,6 +16,7 @@ from subscriber.sglang.boxes import Box, BoxMap
 from subscriber.sglang.wire import Piece
 
 _PART: Final = 1 << 18  # elements per temporary where a box has to be read row by row
+_BLOCK: Final = 1 << 14  # elements whose cache lines are still near when they are read back
 _MASK: Final = (1 << 64) - 1
 
 
@@ -58,13 +59,18 @@ def gather(memory: torch.Tensor, piece: Piece, targets: Indices) -> Bits:
     return host.view(BITS[memory.element_size()])
 
 
-def scatter(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> None:
-    """Write the bits of `piece`'s elements."""
+def write(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> bool:
+    """Write the bits of `piece`'s elements; whether the memory holds them afterwards."""
     index, new = _index(memory, piece, targets), _to(memory, bits)
     if isinstance(index, slice):
         memory[index] = new
-    else:
-        memory.scatter_(0, index, new)  # twice as fast as indexing, on one thread
+        return torch.equal(memory[index], new)
+    block = _BLOCK if memory.device.type == "cpu" else piece.elements
+    for places, values in zip(torch.split(index, block), torch.split(new, block), strict=True):
+        memory.scatter_(0, places, values)  # twice as fast as indexing, on one thread
+        if not torch.equal(memory.gather(0, places), values):
+            return False
+    return True
 
 
 def holds(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> bool:

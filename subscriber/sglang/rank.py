@@ -315,8 +315,7 @@ class Rank:
         with torch.inference_mode():
             for number, piece in enumerate(job.files.order.pieces):
                 targets, new = job.pieces("targets")[number], job.pieces("new")[number]
-                live.scatter(vectors[piece.memory], piece, targets, new)
-                if not live.holds(vectors[piece.memory], piece, targets, new):
+                if not live.write(vectors[piece.memory], piece, targets, new):
                     raise EngineMismatch(
                         f"{map_.memories[piece.memory].name} does not hold what was just written",
                         hint="the memory is damaged, or another thread writes it; replace the server",

@@ -104,7 +104,7 @@ def read_old(files: RankFiles, memories: list[torch.Tensor]) -> None:
 def write_new(files: RankFiles, memories: list[torch.Tensor]) -> None:
     targets, new = files.open_targets(), files.open_values("new")
     for number, piece in enumerate(files.order.pieces):
-        live.scatter(memories[piece.memory], piece, targets[number], new[number])
+        assert live.write(memories[piece.memory], piece, targets[number], new[number])
         assert live.holds(memories[piece.memory], piece, targets[number], new[number])
 
 

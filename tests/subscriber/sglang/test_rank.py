@@ -186,7 +186,7 @@ def test_nobody_reads_any_more_when_a_write_begins(served: Served, monkeypatch: 
 def test_released_memory_is_not_touched(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.load("an-order", 5.0)
     served.host.absent = True
-    for name in ("gather", "scatter", "holds", "digest"):
+    for name in ("gather", "write", "holds", "digest"):
         monkeypatch.setattr(live, name, lambda *_: pytest.fail("it touches what is not there"))
     served.ask("digest", name="it")
     acks = [
