@@ -7,7 +7,8 @@ from chunkstore.errors import CorruptObject, LimitExceeded
 from chunkstore.store import Buffer, Store
 from manifest.catalog import Catalog
 from manifest.layout import section_problem
-from manifest.schema import ChunkRef, SectionRef
+from manifest.schema import ChunkRef
+from manifest.sections import SectionRef
 
 
 def fetch_chunk(store: Store, ref: ChunkRef, catalog: Catalog) -> ChunkReader:

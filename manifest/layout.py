@@ -5,7 +5,8 @@ import numpy as np
 from manifest.catalog import Catalog, TensorSpec, root_digest
 from manifest.errors import ManifestInvalid
 from manifest.keys import manifest_key
-from manifest.schema import Manifest, SectionRef
+from manifest.schema import Manifest
+from manifest.sections import Columns, SectionRef, Sections
 
 
 def check_layout(manifest: Manifest, catalog: Catalog) -> None:
@@ -24,9 +25,10 @@ def check_layout(manifest: Manifest, catalog: Catalog) -> None:
         )
     if root_digest(catalog, manifest.digest_array.astype(np.uint64)) != manifest.root:
         raise ManifestInvalid(f"{name} has a root digest that does not follow from its tensors' digests")
-    sections = sorted((s for c in manifest.chunks for s in c.sections), key=lambda s: (s.tensor, s.start))
-    if sections and sections[-1].tensor >= len(catalog.tensors):
-        raise ManifestInvalid(f"{name} has a section of tensor {sections[-1].tensor}, the catalog has fewer")
+    sections = manifest.sections
+    sections = sections[:, np.lexsort((sections[1], sections[0]))]
+    if sections.size and sections[0, -1] >= len(catalog.tensors):
+        raise ManifestInvalid(f"{name} has a section of tensor {sections[0, -1]}, the catalog has fewer")
     problems = _problems(sections, catalog)
     if manifest.kind == "anchor":
         problems += _untiled(sections, catalog)
@@ -43,26 +45,27 @@ def section_problem(section: SectionRef, spec: TensorSpec) -> str | None:
     return None
 
 
-def _problems(sections: list[SectionRef], catalog: Catalog) -> list[str]:
-    out = []
-    for i, section in enumerate(sections):
-        spec = catalog.tensors[section.tensor]
-        problem = section_problem(section, spec)
-        if problem:
-            out.append(problem)
-        if i and sections[i - 1].tensor == section.tensor and sections[i - 1].stop > section.start:
-            out.append(f"{spec.name!r} has two sections over element {section.start}")
-    return out
+def _problems(sections: Columns, catalog: Catalog) -> list[str]:
+    """What is wrong with `sections`, columns of Sections in the order of their tensors and starts."""
+    tensor, start, stop, whole, _ = sections
+    numel = np.array([spec.numel for spec in catalog.tensors], np.int64)
+    sparse = np.array([spec.sparse for spec in catalog.tensors], np.bool_)
+    suspects = np.flatnonzero((stop > numel[tensor]) | ((whole == 0) & ~sparse[tensor]))
+    refs = Sections(sections[:, suspects])
+    problems = [section_problem(ref, catalog.tensors[ref.tensor]) for ref in refs]
+    overlaps = 1 + np.flatnonzero((tensor[1:] == tensor[:-1]) & (stop[:-1] > start[1:]))
+    return [problem for problem in problems if problem] + [
+        f"{catalog.tensors[tensor[i]].name!r} has two sections over element {start[i]}" for i in overlaps
+    ]
 
 
-def _untiled(sections: list[SectionRef], catalog: Catalog) -> list[str]:
+def _untiled(sections: Columns, catalog: Catalog) -> list[str]:
     """Tensors that disjoint `sections` do not cover whole."""
-    covered = [0] * len(catalog.tensors)
-    for section in sections:
-        if section.whole:
-            covered[section.tensor] += section.stop - section.start
+    tensor, start, stop, whole, _ = sections
+    covered = np.zeros(len(catalog.tensors), np.int64)
+    np.add.at(covered, tensor, np.where(whole, stop - start, 0))
     return [
         f"{spec.name!r} has {spec.numel} elements, the anchor holds {n}"
-        for spec, n in zip(catalog.tensors, covered, strict=True)
+        for spec, n in zip(catalog.tensors, covered.tolist(), strict=True)
         if n != spec.numel
     ]

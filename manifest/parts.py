@@ -14,7 +14,8 @@ from chunkstore.regions import Region, nested
 from manifest.catalog import MAX_TENSORS
 from manifest.keys import chunk_prefix
 from manifest.records import read_record
-from manifest.schema import ChunkRef, Count, Hash, Id, Stats, Version
+from manifest.schema import ChunkRef, Hash, Id, Stats, Version
+from manifest.sections import Count
 from manifest.signing import Signer
 
 CALL_FORMAT: Final = 1

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chunkstore.codec import MAX_CHUNK, WINDOW
+from chunkstore.codec import MAX_CHUNK
 from chunkstore.errors import InvalidKey
 from chunkstore.store import check_key
-from manifest.catalog import MAX_TENSORS
 from manifest.keys import CHUNKS, MAX_VERSION, chunk_prefix
 from manifest.records import read_record
+from manifest.sections import Columns, Count, Sections
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 64 << 20
@@ -23,7 +23,6 @@ MAX_CHUNK_BYTES: Final = MAX_CHUNK
 
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Id = Annotated[bytes, Field(min_length=16, max_length=16)]
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Version = Annotated[int, Field(ge=0, le=min(MAX_VERSION, (1 << 63) - 1))]
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -32,38 +31,13 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class SectionRef(_Wire):
-    """Part of one tensor inside a chunk: flat element indices `start` ≤ i < `stop` of tensor id `tensor`.
-
-    A section lies inside one window (chunkstore.codec.WINDOW) and stores at least one element.
-    """
-
-    tensor: Annotated[int, Field(ge=0, lt=MAX_TENSORS)]
-    start: Count
-    stop: Count
-    whole: bool  # True: every element of the range is stored; False: only changed ones
-    changed: Annotated[int, Field(ge=1, le=WINDOW)]  # elements stored
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.start < self.stop or self.changed > self.stop - self.start:
-            raise ValueError(
-                f"section range {self.start}…{self.stop} with {self.changed} elements is impossible"
-            )
-        if self.whole and self.changed != self.stop - self.start:
-            raise ValueError("a whole section stores every element of its range")
-        if self.start // WINDOW != (self.stop - 1) // WINDOW:
-            raise ValueError(f"section range {self.start}…{self.stop} crosses a multiple of {WINDOW}")
-        return self
-
-
 class ChunkRef(_Wire):
     """One chunk object: its key, exact length and blake3, and the sections it holds, in file order."""
 
     key: str
     nbytes: Annotated[int, Field(gt=0, le=MAX_CHUNK_BYTES)]
     hash: Hash
-    sections: list[SectionRef] = Field(min_length=1)
+    sections: Sections
 
     @model_validator(mode="after")
     def _inside_the_stream(self) -> Self:
@@ -162,7 +136,9 @@ class Manifest(_Wire):
     @cached_property
     def data(self) -> bytes:
         """The wire form."""
-        packed = msgpack.packb(self.model_dump())
+        fields = {name: getattr(self, name) for name in type(self).model_fields}  # in wire order
+        chunks = [{**dict(chunk), "sections": chunk.sections.as_maps()} for chunk in self.chunks]
+        packed = msgpack.packb({**fields, "chunks": chunks, "stats": self.stats.model_dump()})
         assert isinstance(packed, bytes)
         return packed
 
@@ -185,6 +161,11 @@ class Manifest(_Wire):
     def nbytes(self) -> int:
         """Size of all chunks, in bytes: what a reader has to fetch for this version."""
         return sum(c.nbytes for c in self.chunks)
+
+    @property
+    def sections(self) -> Columns:
+        """The columns of all chunks' sections, in the chunks' order."""
+        return Sections.joined(chunk.sections for chunk in self.chunks)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str) -> Self:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from chunkstore.regions import Region
 from manifest.catalog import Catalog
 from manifest.parts import Call, Part
-from manifest.schema import ChunkRef, SectionRef, Stats
+from manifest.schema import ChunkRef, Stats
+from manifest.sections import SectionRef
 from manifest.tiling import tiling_problems
 from publisher.errors import WritersDisagree
 

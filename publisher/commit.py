@@ -13,6 +13,7 @@ from chunkstore.crashpoints import crash_point
 from manifest.catalog import Catalog, root_digest
 from manifest.log import VersionLog
 from manifest.schema import ChunkRef, Manifest, Stats
+from manifest.sections import Sections
 from publisher.compact import anchor_of
 from publisher.takeover import fenced
 from publisher.tracking import Taken
@@ -128,7 +129,8 @@ class Attempt:
 
     def _version(self, digests: npt.NDArray[np.uint64], chunks: list[ChunkRef], stats: Stats) -> Manifest:
         """The manifest of what leads from the base to `digests`: an anchor if that is every element."""
-        everything = sum(s.changed for c in chunks for s in c.sections if s.whole)
+        _, _, _, whole, changed = Sections.joined(chunk.sections for chunk in chunks)
+        everything = int(changed[whole != 0].sum())
         anchor = self.base is None or everything == sum(t.numel for t in self.catalog.tensors)
         base = None if anchor else self.base
         self.seconds = dict(stats.seconds)

@@ -12,7 +12,8 @@ import manifest.errors
 import publisher.errors
 from chunkstore.errors import DeltasyncError
 from manifest.catalog import MAX_CATALOG_BYTES, MAX_TENSORS
-from manifest.schema import MAX_MANIFEST_BYTES, Count, Version
+from manifest.schema import MAX_MANIFEST_BYTES, Version
+from manifest.sections import Count
 from publisher.errors import SpoolInvalid
 from publisher.shard import Source
 

@@ -12,7 +12,8 @@ import blake3
 from chunkstore.codec import MAX_SECTIONS, Section, encode_section, pack_chunk
 from chunkstore.crashpoints import crash_point
 from chunkstore.store import Store
-from manifest.schema import ChunkRef, SectionRef
+from manifest.schema import ChunkRef
+from manifest.sections import SectionRef, Sections
 
 _CHUNK_TARGET = 16 << 20
 """Bytes of raw sections that make a chunk full: with one more window, objects stay below 64 MiB."""
@@ -105,9 +106,9 @@ class Upload:
                 key=key,
                 nbytes=len(data),
                 hash=blake3.blake3(data).digest(),
-                sections=[_section_ref(section) for section in group],
+                sections=Sections.of([_section_ref(section) for section in group]),
             )
-            cost.changed = sum(s.changed for s in ref.sections)
+            cost.changed = sum(len(section.values) for section in group)
             crash_point("publisher.before_chunk")
             begin = time.perf_counter()
             self._store.put(key, data)

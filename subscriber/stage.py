@@ -6,6 +6,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from chunkstore.codec import WINDOW, ChunkReader, Section
 from manifest.catalog import Catalog, TensorSpec
 from manifest.checkpoint import Checkpoint
@@ -13,6 +15,7 @@ from manifest.errors import ManifestInvalid
 from manifest.merge import merge
 from manifest.plan import Plan
 from manifest.schema import ChunkRef
+from manifest.sections import Sections
 from subscriber.disk import disk_errors
 from subscriber.spool import Spool
 from subscriber.staging import Held, StagedUpdate, StagingWriter
@@ -57,15 +60,16 @@ def stage(
 
 def staged_bytes(plan: Plan, catalog: Catalog) -> int:
     """At most how large the staged values of `plan` become, together with their resolved form if they need one."""
-    values = flags = 0
-    sections = [s for step in plan.steps for chunk in step.chunks for s in chunk.sections]
-    for section in sections:
-        values += section.changed * (catalog.tensors[section.tensor].width + (0 if section.whole else 4))
-        flags += (section.changed + 7) // 8
+    width = np.array([spec.width for spec in catalog.tensors], np.int64)
+    tensor, _, _, whole, changed = Sections.joined(
+        chunk.sections for step in plan.steps for chunk in step.chunks
+    )
+    values = int(np.sum(changed * (width[tensor] + np.where(whole, 0, 4))))
+    flags = int(np.sum((changed + 7) // 8))
     if plan.steps and plan.steps[0].kind == "reference":
         values += catalog.nbytes
     values = min(values, sum(t.numel * (t.width + 4) for t in catalog.tensors))
-    may_be_relative = not plan.from_anchor and not all(s.whole for s in sections)
+    may_be_relative = not plan.from_anchor and not whole.all()
     return 2 * values + flags if may_be_relative else values
 
 
@@ -80,8 +84,12 @@ def _by_window(plan: Plan) -> dict[tuple[int, int], list[_Place]]:
     out: dict[tuple[int, int], list[_Place]] = defaultdict(list)
     for step in plan.steps:
         for chunk in step.chunks:
-            for number, section in enumerate(chunk.sections):
-                out[section.tensor, section.start // WINDOW].append((chunk, number))
+            tensors, windows = (
+                chunk.sections.columns[0].tolist(),
+                (chunk.sections.columns[1] // WINDOW).tolist(),
+            )
+            for number, place in enumerate(zip(tensors, windows, strict=True)):
+                out[place].append((chunk, number))
     return out
 
 

@@ -22,7 +22,8 @@ from chunkstore.dtypes import SPARSE, WIDTH, bits_dtype
 from chunkstore.rice import decode_offsets
 from manifest.catalog import Catalog, TensorSpec, root_digest
 from manifest.parts import Call, CallKind, Part, ShardRef, layout_hash
-from manifest.schema import ChunkRef, Manifest, SectionRef, Stats
+from manifest.schema import ChunkRef, Manifest, Stats
+from manifest.sections import SectionRef, Sections
 from manifest.signing import Signer
 from subscriber.status import SubscriberStatus
 
@@ -149,7 +150,7 @@ def test_calls_and_parts() -> None:
             ShardRef(tensor=0, start=5, size=[4], stride=[1], base=1 << 63, digest=0xE54892EDFF528CD3),
             ShardRef(tensor=2, start=8, size=[2, 3], stride=[12, 1], base=7, digest=7),
         ],
-        chunks=[ChunkRef(key=key, nbytes=100, hash=run_of(64, 32), sections=[section])],
+        chunks=[ChunkRef(key=key, nbytes=100, hash=run_of(64, 32), sections=Sections.of([section]))],
         stats=Stats(elements=10, changed=2),
     )
     for name, record in (("call", call), ("call abandoned", over), ("part", part)):

@@ -17,7 +17,8 @@ from manifest.catalog import Catalog, TensorSpec
 from manifest.errors import ManifestInvalid
 from manifest.fetch import fetch_chunk
 from manifest.layout import check_layout
-from manifest.schema import ChunkRef, Manifest, SectionRef
+from manifest.schema import ChunkRef, Manifest
+from manifest.sections import SectionRef, Sections
 from tests.support.manifests import altered
 from tests.support.streams import StreamBuilder, random_weights
 
@@ -80,7 +81,9 @@ def test_a_damaged_chunk_is_named(damage: Callable[[bytes], bytes], why: str) ->
 def put_chunk(store: MemoryStore, sections: list[Section], refs: list[SectionRef]) -> ChunkRef:
     data = pack_chunk([encode_section(s) for s in sections])
     store.put("chunks/x", data)
-    return ChunkRef(key="chunks/x", nbytes=len(data), hash=blake3.blake3(data).digest(), sections=refs)
+    return ChunkRef(
+        key="chunks/x", nbytes=len(data), hash=blake3.blake3(data).digest(), sections=Sections.of(refs)
+    )
 
 
 CATALOG = Catalog.of([TensorSpec("w", "BF16", (8,)), TensorSpec("x", "F32", (4,))])
@@ -119,7 +122,11 @@ def test_a_chunk_that_is_not_what_its_manifest_says(
 
 def without_section(manifest: Manifest, tensor: int) -> list[ChunkRef]:
     chunks = [(c, [s for s in c.sections if s.tensor != tensor]) for c in manifest.chunks]
-    return [c.model_copy(update={"sections": kept}) for c, kept in chunks if kept]
+    return [with_sections(c, kept) for c, kept in chunks if kept]
+
+
+def with_sections(chunk: ChunkRef, sections: list[SectionRef]) -> ChunkRef:
+    return chunk.model_copy(update={"sections": Sections.of(sections)})
 
 
 def test_an_anchor_must_hold_every_tensor_whole() -> None:
@@ -146,13 +153,13 @@ def test_a_manifest_must_fit_its_catalog() -> None:
         ({"digests": anchor.digests[::-1]}, "root digest"),
         ({"root": bytes(32)}, "root digest"),
         ({"chunks": [*anchor.chunks, first]}, "'a' has two sections over element 0"),
-        ({"chunks": [first.model_copy(update={"sections": [far]})]}, "tensor 5"),
+        ({"chunks": [with_sections(first, [far])]}, "tensor 5"),
         (
-            {"chunks": [first.model_copy(update={"sections": [wide]})]},
+            {"chunks": [with_sections(first, [wide])]},
             "'a' has 20 elements, a section goes to 21",
         ),
         (
-            {"chunks": [first.model_copy(update={"sections": [sparse]})]},
+            {"chunks": [with_sections(first, [sparse])]},
             "'d' is F32, which is only sent whole",
         ),
     ]

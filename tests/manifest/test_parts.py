@@ -13,7 +13,8 @@ from manifest.errors import ForeignStream, ManifestInvalid, Untrusted
 from manifest.keys import attempt_key, chunk_key, part_key
 from manifest.log import StreamInfo
 from manifest.parts import Call, Part, ShardRef, layout_hash
-from manifest.schema import ChunkRef, SectionRef, Stats
+from manifest.schema import ChunkRef, Stats
+from manifest.sections import SectionRef, Sections
 from manifest.settle import Patience
 from manifest.signing import Signer
 from tests.support.keys import make_signer
@@ -45,7 +46,11 @@ def a_part(**changes: Any) -> Part:
     fields: dict[str, Any] = {
         "stream": STREAM_ID, "version": 5, "attempt": ATTEMPT, "writer": 1, "base": BASE, "train_step": 9,
         "layout": LAYOUT, "shards": [ShardRef(**SHARD)], "stats": Stats(),
-        "chunks": [ChunkRef(key=chunk_key(5, ATTEMPT, 1, 0), nbytes=9, hash=bytes(32), sections=[section])],
+        "chunks": [
+            ChunkRef(
+                key=chunk_key(5, ATTEMPT, 1, 0), nbytes=9, hash=bytes(32), sections=Sections.of([section])
+            )
+        ],
     }  # fmt: skip
     return Part(**(fields | changes))
 

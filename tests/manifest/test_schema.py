@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from chunkstore.codec import WINDOW
 from chunkstore.dtypes import WIDTH
 from chunkstore.errors import FormatUnsupported
-from manifest.catalog import Catalog, TensorSpec, root_digest
+from manifest.catalog import MAX_TENSORS, Catalog, TensorSpec, root_digest
 from manifest.errors import ManifestInvalid
 from manifest.keys import (
     alternate_key,
@@ -22,7 +22,8 @@ from manifest.keys import (
     parse_version_key,
     version_name,
 )
-from manifest.schema import Manifest, SectionRef
+from manifest.schema import Manifest
+from manifest.sections import SectionRef, Sections
 from tests.support.manifests import altered, make_chain, make_manifest
 
 SOUND = {"tensor": 0, "start": 0, "stop": 8, "whole": False, "changed": 3}
@@ -52,6 +53,46 @@ def test_sections_that_cannot_be(changes: dict[str, Any], why: str) -> None:
     assert SectionRef(tensor=0, start=WINDOW, stop=2 * WINDOW, whole=True, changed=WINDOW).whole
     with pytest.raises(ValidationError, match=why):
         SectionRef.model_validate(SOUND | changes)
+
+
+EDGES = st.sampled_from(
+    [-1, 0, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, MAX_TENSORS, 1 << 63, 1 << 64]
+)
+FIELD = EDGES | st.booleans() | st.sampled_from([1.0, "1", None])
+ANY_SECTION = (
+    st.fixed_dictionaries(
+        {"tensor": EDGES, "start": EDGES, "stop": EDGES, "whole": st.booleans(), "changed": EDGES}
+    )
+    | st.fixed_dictionaries(
+        {"tensor": FIELD, "start": FIELD, "stop": FIELD, "whole": FIELD, "changed": FIELD}
+    )
+    | st.dictionaries(st.sampled_from([*SOUND, "more"]), EDGES)
+    | st.just(dict(reversed(SOUND.items())))
+    | st.none()
+)
+
+
+@given(st.lists(st.just(SOUND) | ANY_SECTION, min_size=1, max_size=4))
+def test_many_sections_are_checked_as_each_of_them_is(sections: list[Any]) -> None:
+    """All at once, which is fast, and one by one, which defines it, accept the same."""
+    try:
+        each = [SectionRef.model_validate(section) for section in sections]
+    except ValidationError:
+        with pytest.raises(ValueError, match="section "):
+            Sections.of(sections)
+        return
+    together = Sections.of(sections)
+    assert list(together) == each
+    assert [together[i] for i in range(len(together))] == each
+    assert together == Sections.of(each)
+    assert together.as_maps() == [section.model_dump() for section in each]
+    assert all(type(value) is type(SOUND[name]) for s in together for name, value in dict(s).items())
+
+
+@pytest.mark.parametrize("nothing", [[], (), {}, None, "x"])
+def test_a_chunk_has_sections(nothing: object) -> None:
+    with pytest.raises(ValueError, match="at least one section"):
+        Sections.of(nothing)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from manifest.catalog import Catalog, TensorSpec
 from manifest.keys import chunk_key
 from manifest.parts import Call, Part, ShardRef
-from manifest.schema import ChunkRef, SectionRef, Stats
+from manifest.schema import ChunkRef, Stats
+from manifest.sections import SectionRef, Sections
 from publisher.combine import combine
 from publisher.errors import WritersDisagree
 
@@ -31,7 +32,9 @@ def chunk(writer: int, tensor: int, start: int, stop: int, changed: int) -> Chun
     section = SectionRef(
         tensor=tensor, start=start, stop=stop, whole=changed == stop - start, changed=changed
     )
-    return ChunkRef(key=chunk_key(3, bytes(16), writer, 0), nbytes=10, hash=bytes(32), sections=[section])
+    return ChunkRef(
+        key=chunk_key(3, bytes(16), writer, 0), nbytes=10, hash=bytes(32), sections=Sections.of([section])
+    )
 
 
 def part(writer: int, **changes: Any) -> Part:

@@ -4,7 +4,8 @@ import hashlib
 from typing import Any
 
 from manifest.keys import chunk_key
-from manifest.schema import ChunkRef, Manifest, SectionRef, Stats
+from manifest.schema import ChunkRef, Manifest, Stats
+from manifest.sections import SectionRef, Sections
 
 STREAM_ID = b"stream-of-tests!"
 PUBLISHER = b"publisher-number"
@@ -34,7 +35,7 @@ def make_manifest(
         key=chunk_key(version, attempt, 0, 0),
         nbytes=max(nbytes, 1),
         hash=fixed_bytes("chunk", version, salt),
-        sections=[SectionRef(tensor=0, start=0, stop=4, whole=True, changed=4)],
+        sections=Sections.of([SectionRef(tensor=0, start=0, stop=4, whole=True, changed=4)]),
     )
     fields: dict[str, Any] = {
         "stream": STREAM_ID,

@@ -16,7 +16,8 @@ from chunkstore.store import Store
 from manifest.catalog import Catalog, TensorSpec, root_digest
 from manifest.keys import chunk_key
 from manifest.log import VersionLog, create_or_open_stream, put_catalog
-from manifest.schema import ChunkRef, Manifest, SectionRef
+from manifest.schema import ChunkRef, Manifest
+from manifest.sections import SectionRef, Sections
 from manifest.signing import Signer
 from tests.support.manifests import fixed_bytes
 
@@ -212,4 +213,6 @@ class StreamBuilder:
             )
             for s in group
         ]
-        return ChunkRef(key=key, nbytes=len(data), hash=blake3.blake3(data).digest(), sections=sections)
+        return ChunkRef(
+            key=key, nbytes=len(data), hash=blake3.blake3(data).digest(), sections=Sections.of(sections)
+        )
