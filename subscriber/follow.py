@@ -15,7 +15,7 @@ from chunkstore.errors import Action, DeltasyncError, ObjectMissing
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
 from manifest.errors import ChainError, ForeignStream
-from manifest.history import find_plan
+from manifest.history import History
 from manifest.layout import check_layout
 from manifest.log import VersionLog, read_catalog
 from manifest.plan import Plan
@@ -84,6 +84,7 @@ class Follower:
         renew: Callable[[], Awaitable[None]],
     ) -> None:
         self._log = log
+        self._history = History(log)
         self.holder = holder
         self._report = report
         self._staging = staging
@@ -110,7 +111,7 @@ class Follower:
 
     async def read(self, version: int) -> Manifest | None:
         """The manifest of `version`, or None if there is none."""
-        return await in_thread(lambda _: self._log.read(version))
+        return await in_thread(lambda _: self._history.read(version))
 
     async def recover(self, newest: int) -> None:
         """At start: find out what the engine holds, and finish an apply that was interrupted.
@@ -133,7 +134,7 @@ class Follower:
 
     async def _recognise(self, newest: int) -> bool:
         """Adopt what is live if it is a version on the path to `newest`."""
-        path = await in_thread(lambda _: find_plan(self._log, None, newest, references=True))
+        path = await in_thread(lambda _: self._history.plan(None, newest, references=True))
         catalog = await self.catalog_of(path.steps[-1])
         state = await self.holder.engine.state(catalog)
         live = state.digests.astype("<u8").tobytes()
@@ -188,6 +189,7 @@ class Follower:
             await self._sweep()
             return None
         scattered = await self.holder.write(prepared)
+        self._history.forget(course.target)
         await self._keep(self._ahead, course.target)
         course.seconds |= {"scatter": scattered.write_seconds, "pause": scattered.pause_seconds}
         course.changed = prepared.changed
@@ -226,12 +228,13 @@ class Follower:
     def _blame(self, error: DeltasyncError, course: _Course) -> None:
         """A path has failed and another one is looked for."""
         course.blamed = course.blamed or error
+        self._history.forget()
         self._report.retrying(error, course.target)
 
     def _find_plan(self, course: _Course) -> Plan:
         start = None if course.start is None else course.start.applied
         references = self._base.configured
-        return find_plan(self._log, start, course.target, course.unusable, references=references)
+        return self._history.plan(start, course.target, course.unusable, references=references)
 
     async def _prepare(self, plan: Plan, course: _Course) -> Prepared:
         """Fetch, stage and verify; the engine goes on serving and nothing is written to it."""
