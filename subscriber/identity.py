@@ -1,5 +1,6 @@
 """Is the stream at the URL still the one that was connected to? A prefix can be deleted and created again."""
 
+import random
 import time
 
 from chunkstore.errors import DeltasyncError
@@ -20,7 +21,7 @@ class Identity:
         self._id = log.stream.id
         self._interval = interval
         self._report = report
-        self._due = time.monotonic() + interval
+        self._due = time.monotonic() + interval * random.uniform(0.8, 1.2)
         self._unconfirmed = False
 
     def doubt(self) -> None:
@@ -34,7 +35,7 @@ class Identity:
         """
         if time.monotonic() < self._due:
             return None
-        self._due = time.monotonic() + self._interval
+        self._due = time.monotonic() + self._interval * random.uniform(0.8, 1.2)
         try:
             now = (await in_thread(lambda _: open_stream(self._log.store, self._log.trust))).id
         except DeltasyncError as error:

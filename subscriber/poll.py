@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -29,7 +30,8 @@ _LONGEST: Final = 4.0  # times the interval
 
 class Poller:
     """`interval`: seconds between looks; `relist`: between listings, because a trimmed log, or a stale NFS cache, must
-    not look like "no news". `clock`: monotonic; `uniform`: random numbers in [0, 1).
+    not look like "no news". Both are jittered by ±20 %, lest many subscribers ask in step. `clock`: monotonic;
+    `uniform`: random numbers in [0, 1).
 
     Versions are contiguous, so what a listing shows is doubted: the newest version that can be read counts, and what
     lies above it is kept in `strays` with its error until the next listing.
@@ -51,7 +53,7 @@ class Poller:
         self._clock = clock
         self._uniform = uniform
         self._idle = 0
-        self._listed: float | None = None
+        self._list_due = -math.inf
 
     def newest(self, after: int) -> int | None:
         """The newest version above `after` that is visible, or None. Blocks; raises the store's errors."""
@@ -62,15 +64,18 @@ class Poller:
     def avoid(self, version: int, error: DeltasyncError) -> None:
         """`version` is listed and no path leads to it, for `error`: list again now, and pass over it for a while."""
         self._avoided[version] = (self._clock() + self._relist, error)
-        self._listed = None
+        self._list_due = -math.inf
 
     def delay(self) -> float:
-        """Seconds to wait before the next look: jittered by ±20 %, and up to four times as long when idle."""
+        """Seconds to wait before the next look: jittered, and up to four times as long when idle."""
         patience = min(_LONGEST, _GROWTH ** max(0, self._idle - _PATIENT))
-        return self._interval * patience * (0.8 + 0.4 * self._uniform())
+        return self._interval * patience * self._jitter()
+
+    def _jitter(self) -> float:
+        return 0.8 + 0.4 * self._uniform()
 
     def _list_is_due(self) -> bool:
-        return self._listed is None or self._clock() - self._listed >= self._relist
+        return self._clock() >= self._list_due
 
     def _list(self, after: int) -> int | None:
         now = self._clock()
@@ -83,7 +88,7 @@ class Poller:
                 newest = version
                 break
             strays[version] = error
-        self._listed, self.strays = now, strays
+        self._list_due, self.strays = now + self._relist * self._jitter(), strays
         return newest
 
     def _exists(self, version: int) -> bool:

@@ -1,10 +1,9 @@
 """One run of a subscriber: connect, find out what the engine holds, then look, follow, report, again and again."""
 
 import asyncio
-import logging
+import random
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,6 @@ from chunkstore.errors import Action, DeltasyncError
 from chunkstore.store import Store
 from manifest.errors import Untrusted
 from manifest.key_files import load_trust
-from manifest.keys import status_key
 from manifest.log import VersionLog, open_stream
 from subscriber.base import Base
 from subscriber.config import SubscriberConfig
@@ -23,13 +21,13 @@ from subscriber.follow import Follower
 from subscriber.holder import Holder
 from subscriber.identity import Identity
 from subscriber.journal import Journal
+from subscriber.lease import Lease
 from subscriber.poll import Poller, Watch, sleep_until
-from subscriber.report import AppliedVersion, Report, event
+from subscriber.report import AppliedVersion, Report
 from subscriber.spool import Spool
 from subscriber.threads import in_thread
 
 _LONGEST_PAUSE: Final = 60.0  # seconds between tries of what keeps failing
-_LAST_WORD: Final = 2.0  # seconds for the status object that says "stopped"
 
 
 class Session:
@@ -63,7 +61,7 @@ class Session:
         self._on_applied = on_applied
         self._boot_id = ""
         self._wake = asyncio.Event()
-        self._renewing = asyncio.Lock()
+        self._lease = Lease(store, report, config.status_interval)
         self._link: _Link | None = None
         self._recovered = False
         self._seen = -1  # the newest version to go to
@@ -80,7 +78,7 @@ class Session:
             loop.call_soon_threadsafe(self._wake.set)
 
         watch = Watch(self._store.url, wake)
-        lease = asyncio.create_task(self._renew_for_ever())
+        renewals = asyncio.create_task(self._lease.run())
         try:
             await self._attach(once)
             follower = await self._connect(once)
@@ -107,8 +105,8 @@ class Session:
                     await sleep_until(self._wake, self._backoff(self._lost))
         finally:
             watch.stop()
-            lease.cancel()
-            await self._last_word()
+            renewals.cancel()
+            await self._lease.end()
 
     async def _attach(self, once: bool) -> None:
         """Wait for the engine, and go by the journal of its present life."""
@@ -120,7 +118,7 @@ class Session:
                 if once:
                     raise
                 self._note(error)
-                await self._renew()
+                self._lease.tell()
                 await sleep_until(self._wake, self._backoff(self._lost))
         if self._lost:
             self._lost = 0
@@ -165,7 +163,7 @@ class Session:
             look_ahead=self._config.poll_interval,
             newest=self._newest,
             check=lambda: self._check(follower),
-            renew=self._renew,
+            renew=self._lease.renew,
         )
         return follower
 
@@ -212,7 +210,7 @@ class Session:
             self._recovered = True
             if follower.holder.held is not None and not self._strays:
                 self._report.recovered()
-            await self._renew()
+            await self._lease.renew()
         held = follower.holder.held
         version = -1 if held is None else held.version
         target = await self._target(version)
@@ -227,13 +225,16 @@ class Session:
             passed_over = await self._failed(error, target, version)
             if once and not passed_over:
                 raise
-            await self._renew()
+            if self._failure is not None and self._failure.tries > 1:
+                self._lease.tell()
+            else:
+                await self._lease.renew()
             return not passed_over
         self._failure = None
         self._report.applied(applied)
         self._on_applied(applied)
         self._on_change(applied.version)
-        await self._renew()
+        self._lease.tell()
         await self._audit(follower, applied)
         return False
 
@@ -321,7 +322,7 @@ class Session:
         changed = self._strays != strays.keys()
         self._strays = set(strays)
         if changed:
-            await self._renew()
+            await self._lease.renew()
 
     async def _audit(self, follower: Follower, applied: AppliedVersion) -> None:
         # A path from an anchor ends with a full digest by itself.
@@ -333,7 +334,7 @@ class Session:
             await follower.audit(applied.manifest)
         except EngineDrift as error:
             self._report.failed(error, applied.version)
-            await self._renew()
+            await self._lease.renew()
 
     def _note(self, error: DeltasyncError) -> None:
         self._lost += 1
@@ -342,31 +343,8 @@ class Session:
     def _backoff(self, tries: int) -> float:
         """Seconds until the next try after `tries` failures in a row; 0: the next look."""
         delay = self._config.poll_interval if self._link is None else self._link.poller.delay()
-        return max(delay, min(_LONGEST_PAUSE, delay * 2.0 ** min(tries, 20)))
-
-    async def _renew(self) -> None:
-        """Publish the status object, which renews the lease. That it fails must not stop the weights."""
-        # Goes on if the caller is cancelled: what is being written must not land after the last word.
-        await asyncio.shield(asyncio.create_task(self._write_status()))
-
-    async def _write_status(self) -> None:
-        async with self._renewing:  # one after the other, so that the last one written is the newest
-            data = self._report.status().model_dump_json(indent=1).encode()
-            try:
-                await in_thread(lambda _: self._store.put(status_key(self._report.id), data))
-            except DeltasyncError as error:
-                self._report.metrics.errors.labels(error.kind).inc()
-                event("status_not_written", logging.WARNING, kind=error.kind, error=error)
-
-    async def _renew_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.status_interval)
-            await self._renew()
-
-    async def _last_word(self) -> None:
-        self._report.stopped()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._renew(), _LAST_WORD)
+        # Or a fleet that lost its store at one moment would come back to it at one moment.
+        return max(delay, min(_LONGEST_PAUSE, delay * 2.0 ** min(tries, 20)) * random.uniform(0.8, 1.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,21 @@ def test_the_interval_grows_when_nothing_comes_and_shrinks_at_once() -> None:
     assert poller.delay() == 1.0
 
 
+@pytest.mark.parametrize("draw", [0.0, 0.5, 1.0])
+def test_listings_are_not_in_step_either(draw: float) -> None:
+    builder = StreamBuilder(MemoryStore(), WEIGHTS)
+    counts, clock = StoreMetrics(), Clock()
+    store = MetricsStore(builder.store, counts)
+    poller = Poller(VersionLog(store, open_stream(store)), 1.0, 60.0, clock, lambda: draw)
+    poller.newest(-1)
+    clock.now = 60.0 * (0.8 + 0.4 * draw) - 0.001
+    poller.newest(0)
+    assert calls(counts, "list") == 1
+    clock.now += 0.002
+    poller.newest(0)
+    assert calls(counts, "list") == 2
+
+
 def test_a_manifest_in_a_local_directory_wakes_the_loop(tmp_path: Path) -> None:
     builder = StreamBuilder(PosixStore(tmp_path / "a stream"), WEIGHTS)
     woken = threading.Event()

@@ -1,0 +1,72 @@
+"""Publish the status object, which is a subscriber's lease: at once, soon, or when it is time."""
+
+import asyncio
+import logging
+import math
+import random
+import time
+from contextlib import suppress
+from typing import Final
+
+from chunkstore.errors import DeltasyncError
+from chunkstore.store import Store
+from manifest.keys import status_key
+from subscriber.poll import sleep_until
+from subscriber.report import Report, event
+from subscriber.threads import in_thread
+
+_SOON: Final = 0.1  # of the interval: how long after the last status object news may wait for the next
+_LAST_WORD: Final = 2.0  # seconds for the status object that says "stopped"
+
+
+class Lease:
+    """Keeps the status object in `store` up to date with `report`; `interval`: seconds between renewals at most.
+
+    That it cannot be written is reported, and must not stop the weights.
+    """
+
+    def __init__(self, store: Store, report: Report, interval: float) -> None:
+        self._store = store
+        self._report = report
+        self._interval = interval
+        self._writing = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._untold = False  # something that the status object does not say yet
+        self._told = -math.inf  # when it was last written, monotonic seconds
+
+    async def renew(self) -> None:
+        """Write it now."""
+        # Goes on if the caller is cancelled: what is being written must not land after the last word.
+        await asyncio.shield(asyncio.create_task(self._write()))
+
+    def tell(self) -> None:
+        """Write soon what it does not say yet; many changes share one writing."""
+        self._untold = True
+        self._news.set()
+
+    async def run(self) -> None:
+        """For ever: write when there is news, but not much more often than it is to be renewed anyway."""
+        while True:
+            # Renewed early by chance, so that a fleet that was started at one moment does not write at one moment.
+            share = _SOON if self._untold else random.uniform(0.8, 1.0)
+            left = self._told + share * self._interval - time.monotonic()
+            if left > 0:
+                await sleep_until(self._news, left)
+            else:
+                await self.renew()
+
+    async def end(self) -> None:
+        """The last word: it is stopped."""
+        self._report.stopped()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.renew(), _LAST_WORD)
+
+    async def _write(self) -> None:
+        async with self._writing:  # one after the other, so that the last one written is the newest
+            self._untold, self._told = False, time.monotonic()
+            data = self._report.status().model_dump_json(indent=1).encode()
+            try:
+                await in_thread(lambda _: self._store.put(status_key(self._report.id), data))
+            except DeltasyncError as error:
+                self._report.metrics.errors.labels(error.kind).inc()
+                event("status_not_written", logging.WARNING, kind=error.kind, error=error)
