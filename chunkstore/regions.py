@@ -93,6 +93,40 @@ def runs(region: Region, start: int, stop: int) -> Iterator[tuple[Indices, int]]
         yield region.start + column + offsets(rows, region.size[:outer], region.stride[:outer])[0], part
 
 
+def indices_at(region: Region, positions: Indices) -> Indices:
+    """The elements of a nested region that are number `positions` of it."""
+    found: Indices = region.start + offsets(positions, region.size, region.stride)[0]
+    return found
+
+
+def cut(region: Region, first: int, last: int) -> Iterator[Region]:
+    """Elements number `first` … `last` of a nested region, ascending, as few regions in normal form as that takes.
+
+    At most two per dimension: the rest of a row, whole rows, the beginning of a row.
+    """
+    if first >= last:
+        return
+    if not region.size:
+        yield region
+        return
+    size, stride, inner = region.size, region.stride, region.numel // region.size[0]
+    (row, column), (end, rest) = divmod(first, inner), divmod(last, inner)
+
+    def at(row: int) -> Region:
+        return Region(region.start + row * stride[0], size[1:], stride[1:])
+
+    if row == end:
+        yield from cut(at(row), column, rest)
+        return
+    if column:
+        yield from cut(at(row), column, inner)
+        row += 1
+    if row < end:
+        yield Region.of(at(row).start, (end - row, *size[1:]), stride)
+    if rest:
+        yield from cut(at(end), 0, rest)
+
+
 def run_rows(first: int, last: int, length: int) -> Iterator[tuple[Indices, int, int]]:
     """Cut positions `first` … `last` of rows of `length` elements into pieces: (row numbers, column, elements)."""
     while first < last:
