@@ -5,6 +5,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -22,13 +23,23 @@ _LAST_WORD: Final = 2.0  # seconds for the status object that says "stopped"
 class Lease:
     """Keeps the status object in `store` up to date with `report`; `interval`: seconds between renewals at most.
 
-    That it cannot be written is reported, and must not stop the weights.
+    That it cannot be written is reported, and must not stop the weights. `clock`: monotonic seconds; `uniform`: random
+    numbers in [0, 1).
     """
 
-    def __init__(self, store: Store, report: Report, interval: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        report: Report,
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
         self._store = store
         self._report = report
         self._interval = interval
+        self._clock = clock
+        self._uniform = uniform
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()
         self._untold = False  # something that the status object does not say yet
@@ -47,13 +58,17 @@ class Lease:
     async def run(self) -> None:
         """For ever: write when there is news, but not much more often than it is to be renewed anyway."""
         while True:
-            # Renewed early by chance, so that a fleet that was started at one moment does not write at one moment.
-            share = _SOON if self._untold else random.uniform(0.8, 1.0)
-            left = self._told + share * self._interval - time.monotonic()
+            left = self.left()
             if left > 0:
                 await sleep_until(self._news, left)
             else:
                 await self.renew()
+
+    def left(self) -> float:
+        """Seconds until it is to be written, not above 0 if now."""
+        # Renewed early by chance, so that a fleet that was started at one moment does not write at one moment.
+        share = _SOON if self._untold else 0.8 + 0.2 * self._uniform()
+        return self._told + share * self._interval - self._clock()
 
     async def end(self) -> None:
         """The last word: it is stopped."""
@@ -63,7 +78,7 @@ class Lease:
 
     async def _write(self) -> None:
         async with self._writing:  # one after the other, so that the last one written is the newest
-            self._untold, self._told = False, time.monotonic()
+            self._untold, self._told = False, self._clock()
             data = self._report.status().model_dump_json(indent=1).encode()
             try:
                 await in_thread(lambda _: self._store.put(status_key(self._report.id), data))
