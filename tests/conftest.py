@@ -17,10 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 torch.set_num_threads(1)
 
-if importlib.util.find_spec("sglang") is None:
-    # What looks into SGLang needs it in its own process: `make test` runs those tests in SGLang's environment.
-    collect_ignore = ["sglang_trace"]
-else:
+# What looks into SGLang or Megatron-Core needs it in its own process: `make test` runs those tests in environments that
+# have it.
+collect_ignore = [
+    tests
+    for module, tests in (("sglang", "sglang_trace"), ("megatron", "megatron"))
+    if importlib.util.find_spec(module) is None
+]
+if "sglang_trace" not in collect_ignore:
     # There, SGLang's modules can be imported as in the servers of deltasync.demo.sglang_server.
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "deltasync" / "demo" / "sglang_cpu"))

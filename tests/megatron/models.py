@@ -1,0 +1,146 @@
+"""Megatron-Core's models of a Hugging Face checkpoint, as one rank of a layout has them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig
+
+from tests.megatron import cpu  # isort: skip  # before anything of Megatron
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from tests.support.megatron_slices import Sizes, Stage, Tensors, sliced
+
+__all__ = ["Layout", "begin", "cpu", "load", "make", "read", "sizes_of", "stage_of"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are, and of each kind of parallelism. Experts are never tensor parallel."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+def begin(layout: Layout) -> None:
+    """Make Megatron's process groups. Collective; torch.distributed is there."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(1234)
+
+
+def read(folder: Path) -> tuple[Any, Tensors]:
+    """Config and tensors of a checkpoint."""
+    (file,) = folder.glob("*.safetensors")
+    return AutoConfig.from_pretrained(folder), load_file(file)
+
+
+def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig, nn.Module]:
+    """This rank's part of the model, in eager torch."""
+    experts = getattr(hf, "num_experts", None)
+    moe: dict[str, Any] = {}
+    if experts:
+        moe = {
+            "num_moe_experts": experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": 1,
+        }
+    config = TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type.startswith("qwen3"),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        attention_softmax_in_fp32=True,
+        gradient_accumulation_fusion=False,
+        **moe,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded(hf.vocab_size, layout.tp),
+        max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=hf.rope_parameters["rope_theta"],
+    )
+    return config, model
+
+
+def padded(vocab: int, tp: int) -> int:
+    """As Megatron's own tokenizers do."""
+    return -(-vocab // (128 * tp)) * 128 * tp
+
+
+def sizes_of(hf: Any, layout: Layout) -> Sizes:
+    experts = getattr(hf, "num_experts", None)
+    moe = frozenset(range(hf.num_hidden_layers) if experts else ())
+    return Sizes(
+        hf.num_key_value_heads, padded(hf.vocab_size, layout.tp), hf.tie_word_embeddings, moe, experts or 1,
+        layout.tp, layout.ep, 1,
+    )  # fmt: skip
+
+
+def stage_of(config: TransformerConfig) -> Stage:
+    offset = get_transformer_layer_offset(config)
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    return Stage(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        etp=0,
+        layers=range(offset, offset + layers),
+        first=parallel_state.is_pipeline_first_stage(),
+        last=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def load(model: nn.Module, full: Mapping[str, torch.Tensor], sizes: Sizes, at: Stage) -> None:
+    """Fill this rank's parameters, all of them, from a checkpoint's tensors by plain slicing."""
+    local = sliced(full, sizes, at)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == local.keys(), parameters.keys() ^ local.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == local[name].shape, name
+            parameter.copy_(local[name])
