@@ -167,17 +167,25 @@ class VersionLog:
         if self.trust is not None:
             self.trust.check_manifest(manifest, self.stream.id, name)
 
-    def commit(self, manifest: Manifest) -> CommitOutcome:
+    def commit(self, manifest: Manifest, *, again: bool = False) -> CommitOutcome:
         """Make `manifest` its version, or learn which manifest is.
 
-        Raises CommitUnknown when neither is known at the deadline: call again with the same manifest. After
-        every other error the version is not this manifest: ForeignStream or ManifestInvalid if the key holds
-        what no reader of this stream accepts, LimitExceeded, or the store's refusal.
+        Raises CommitUnknown when neither is known at the deadline: call again with the same manifest, and `again`,
+        since an earlier offer may still land. After every other error the version is not this manifest:
+        ForeignStream or ManifestInvalid if the key holds what no reader of this stream accepts, LimitExceeded, or the
+        store's refusal.
         """
         if manifest.stream != self.stream.id:
             raise self._foreign(manifest_key(manifest.version), manifest)
         key = manifest_key(manifest.version)
-        held = settle(self.store, key, manifest.data, limit=MAX_MANIFEST_BYTES, patience=self._patience)
+        held = settle(
+            self.store,
+            key,
+            manifest.data,
+            limit=MAX_MANIFEST_BYTES,
+            patience=self._patience,
+            may_land=again,
+        )
         if held == manifest.data:
             return CommitOutcome(True, manifest)
         return CommitOutcome(False, self._parse(key, held, manifest.version))

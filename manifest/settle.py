@@ -34,24 +34,26 @@ class Patience:
     sleep: Callable[[float], object] = time.sleep
 
 
-def settle(store: Store, key: str, data: bytes, *, limit: int, patience: Patience) -> bytes:
+def settle(
+    store: Store, key: str, data: bytes, *, limit: int, patience: Patience, may_land: bool = False
+) -> bytes:
     """Create `key` with `data` unless it exists; return the bytes the key holds: `data` itself, or another's.
 
     A reply that is lost, or a refusal that may answer one's own earlier try, is settled by reading the key
     back: bytes there decide; nothing there means the same bytes are put again. Where the store denies the
-    call outright and no earlier try can still land, its error is passed on. Raises CommitUnknown if nothing
-    is known at the deadline; LimitExceeded if `data`, or what another wrote, is larger than `limit` bytes.
+    call outright and no earlier try can still land, its error is passed on. `may_land`: an earlier call for the same
+    bytes ended as CommitUnknown. Raises CommitUnknown if nothing is known at the deadline; LimitExceeded if `data`, or
+    what another wrote, is larger than `limit` bytes.
     """
     if len(data) > limit:
         raise LimitExceeded(f"{store.url}/{key} would have {len(data)} bytes, the limit is {limit}")
     give_up = patience.clock() + patience.deadline
     delay = patience.first_delay
-    may_land = False  # a try whose reply was lost may still take effect
     while True:
         offer = _offer(store, key, data)
         if offer.created:
             return data
-        may_land = may_land or offer.may_land
+        may_land = may_land or offer.may_land  # a try whose reply was lost may still take effect
         problem = offer.problem
         try:
             return store.get(key, limit=limit)

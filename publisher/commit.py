@@ -1,5 +1,6 @@
 """One version on its way: chunks to upload, then the manifest to commit, on a background thread."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunkstore.crashpoints import crash_point
+from chunkstore.errors import DeltasyncError
 from manifest.catalog import Catalog, root_digest
 from manifest.log import VersionLog
 from manifest.schema import ChunkRef, Manifest, Stats
@@ -19,14 +21,20 @@ from publisher.takeover import fenced
 from publisher.tracking import Taken
 from publisher.upload import Upload, Uploaded
 
+log = logging.getLogger("deltasync.publisher")
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A committed version: its manifest, and seconds per phase (capture, seal, encode, upload, commit)."""
+    """A committed version: its manifest, and seconds per phase (capture, seal, encode, upload, commit).
+
+    `anchored`: it is stored whole beside that, as was asked for.
+    """
 
     version: int
     manifest: Manifest
     seconds: dict[str, float]
+    anchored: bool = False
 
 
 class PublishHandle:
@@ -99,16 +107,24 @@ class Attempt:
         """Offer the manifest (again). Raises CommitUnknown, Fenced."""
         assert self.manifest is not None
         begin = time.perf_counter()
-        self.offered = True
-        outcome = self.log.commit(self.manifest)
+        again, self.offered = self.offered, True
+        outcome = self.log.commit(self.manifest, again=again)
         if not outcome.won:
             raise fenced(self.log, self.manifest, outcome.winner)
         self.committed = True
         crash_point("publisher.after_manifest")
-        if self.alternate is not None:
-            self.log.put_alternate(self.alternate)
+        anchored = self.alternate is not None and self._put_alternate(self.alternate)
         self.seconds["commit"] = time.perf_counter() - begin
-        return Commit(self.manifest.version, self.manifest, dict(self.seconds))
+        return Commit(self.manifest.version, self.manifest, dict(self.seconds), anchored)
+
+    def _put_alternate(self, alternate: Manifest) -> bool:
+        """Whether it is known to be there. What goes wrong here is no longer about the version."""
+        try:
+            self.log.put_alternate(alternate)
+        except DeltasyncError as error:
+            log.warning("version %d is committed, but not stored whole: %s", alternate.version, error)
+            return False
+        return True
 
     def _run(self, changes: Upload, anchor: Upload | None) -> Commit | None:
         self.seconds = dict(self.taken.seconds)

@@ -161,7 +161,7 @@ class Link:
         commit = None
         if message.manifest is not None:
             manifest = Manifest.from_bytes(message.manifest, name="in the publisher process's answer")
-            commit = Commit(manifest.version, manifest, message.seconds)
+            commit = Commit(manifest.version, manifest, message.seconds, message.anchored)
         with self._lock:
             outcome = self._outcomes.pop(message.seq, None)
         if outcome is None:

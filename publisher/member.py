@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from chunkstore.crashpoints import crash_point
-from chunkstore.errors import DeltasyncError, ObjectMissing
+from chunkstore.errors import DeltasyncError, ObjectMissing, StoreError
 from chunkstore.store import Store
 from manifest.board import Board
 from manifest.catalog import Catalog
@@ -273,12 +273,23 @@ class Member:
 
     def _learn(self, pending: Pending) -> Commit | None:
         """What became of the attempt that was answered. Raises AttemptAbandoned, CommitUnknown."""
-        outcome = wait_for(lambda: self._look_for_outcome(pending), self._patience)
+        problem: StoreError | None = None
+
+        def look() -> Outcome | None:
+            nonlocal problem
+            try:
+                return self._look_for_outcome(pending)
+            except StoreError as error:  # says nothing about the attempt
+                problem = error
+                return None
+
+        outcome = wait_for(look, self._patience)
         if outcome is None:
             raise CommitUnknown(
-                f"writer {self._writer.rank} cannot tell whether version {pending.version} will be committed",
+                f"writer {self._writer.rank} cannot tell whether version {pending.version} will be committed"
+                + (f": {problem}" if problem else ""),
                 hint="nothing is lost; if the coordinator has died, restart the trainer",
-            )
+            ) from problem
         pending.outcome = outcome
         if outcome.won:
             assert outcome.manifest is not None

@@ -126,12 +126,13 @@ class Failed(Message):
 
 
 class Result(Message):
-    """The outcome of publish `seq`: a manifest, an error, or neither if nothing had changed."""
+    """The outcome of publish `seq`: a manifest, an error, or neither if nothing had changed. `anchored`: see Commit."""
 
     kind: Literal["result"] = "result"
     seq: _Seq
     manifest: bytes | None = Field(default=None, max_length=MAX_MANIFEST_BYTES)
     seconds: dict[str, float] = Field(default_factory=dict)
+    anchored: bool = False
     error: ErrorInfo | None = None
 
 

@@ -80,7 +80,7 @@ class LocalFeed:
             return self._writer.publish(train_step, anchor=anchor)
         anchor = anchor or self._refusals.wanted
         handle = self._writer.publish(train_step, anchor=anchor)
-        self._refusals.after(handle, anchor=anchor)
+        self._refusals.after(handle)
         return handle
 
     def close(self) -> None:
@@ -178,7 +178,8 @@ class Publisher:
         """Publish what has changed since the last version; call it after `optimizer.step()`, before the next.
 
         Waits for the previous publish, then reads the weights once; encoding, upload and commit go on in the
-        background. `anchor`: also store this version whole, so that new subscribers start from it.
+        background. `anchor`: also store this version whole, so that new subscribers start from it; should that fail,
+        the version is committed all the same, and `Commit.anchored` says so.
         Raises what makes further publishing impossible: Fenced, PublisherStopped; CommitUnknown while the previous
         outcome is still not known (nothing is lost: call again). Everything else arrives through the handle; with a
         spool also SidecarUnavailable, SidecarBusy and CaptureLost: the next publish carries the changes.

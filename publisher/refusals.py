@@ -90,15 +90,15 @@ class Refusals:
         with self._lock:
             return bool(self._waiting)
 
-    def after(self, handle: PublishHandle, *, anchor: bool) -> None:
-        """`handle` is that of a publish, with an anchor if `anchor`: look again once it is done."""
-        handle.when_done(lambda future: self._done(future, anchor))
+    def after(self, handle: PublishHandle) -> None:
+        """`handle` is that of a publish: look again once it is done."""
+        handle.when_done(self._done)
 
-    def _done(self, future: "Future[Commit | None]", anchor: bool) -> None:
+    def _done(self, future: "Future[Commit | None]") -> None:
         if future.cancelled() or future.exception() is not None:
             return
         commit = future.result()
-        if commit is not None and (anchor or commit.manifest.kind == "anchor"):
+        if commit is not None and (commit.anchored or commit.manifest.kind == "anchor"):
             with self._lock:
                 self._whole = max(self._whole, commit.version)
                 self._answers.answered(self._waiting, commit.version)

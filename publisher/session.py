@@ -159,7 +159,7 @@ class Session:
         handle = self._opened.publish(request.train_step, anchor=anchor)
         crash_point("sidecar.sealed")
         handle.when_done(lambda future: self._tell(request.seq, future))
-        self._refusals.after(handle, anchor=anchor)
+        self._refusals.after(handle)
 
     def _tell(self, seq: int, future: "Future[Commit | None]") -> None:
         """On the thread that commits."""
@@ -183,7 +183,9 @@ class Session:
             manifest.stats.unproved_blocks,
             " ".join(f"{phase}_seconds={seconds:.3f}" for phase, seconds in commit.seconds.items()),
         )
-        self._answer(Result(seq=seq, manifest=manifest.data, seconds=commit.seconds))
+        self._answer(
+            Result(seq=seq, manifest=manifest.data, seconds=commit.seconds, anchored=commit.anchored)
+        )
 
     def _records(self, groups: Sequence[GroupRecord]) -> Iterator[tuple[Shard, StepRecord]]:
         shards, moments = self._opened.shards, self._mapped.moments
