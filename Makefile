@@ -50,14 +50,16 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+
 # With ARGS only what they name, in .venv; tests/sglang_trace and tests/megatron need theirs in their own process.
 test: check $(SGLANG_READY) $(MEGATRON_READY)
-	$(BIN)/pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,$(SGLANG)/bin/pytest tests/sglang_trace)
 	$(if $(ARGS),,$(MEGATRON)/bin/python -m pytest tests/megatron)
 
 test-fast: check
-	$(BIN)/pytest --ignore=tests/sglang $(ARGS)
+	$(PYTEST) --ignore=tests/sglang $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -32,10 +32,15 @@ StartServer = Callable[..., SglangServer]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test here its time limit. Called with the whole suite's tests."""
+    """Give each test here its time limit, and one worker to all that share a server. Called with the whole suite's."""
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_TEST_TIMEOUT))
+        for server in ("shared_dense_server", "shared_moe_server"):
+            if server in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(server))
 
 
 @pytest.fixture(scope="session")
