@@ -1,47 +1,57 @@
 """What `deltasync status` knows: one stream's log and subscribers, as far as the store tells."""
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from chunkstore.errors import FormatUnsupported, LimitExceeded, ObjectMissing
-from chunkstore.store import Store
-from manifest.errors import ChainError, ManifestInvalid
-from manifest.history import find_plan
-from manifest.keys import SUBSCRIBERS
+from chunkstore.errors import Action, DeltasyncError, LimitExceeded, ObjectMissing
+from chunkstore.store import ObjectInfo, Store
+from manifest.catalog import Catalog
+from manifest.errors import ChainError
+from manifest.history import History
+from manifest.keys import SUBSCRIBERS, VERSIONS, parse_version_key
 from manifest.lease import MAX_STATUS_BYTES, MISSED_RENEWALS
 from manifest.log import VersionLog, open_stream, read_catalog
+from manifest.plan import Plan
 from manifest.schema import Manifest
 from manifest.signing import Trust
 from subscriber.status import RefusedVersion, SubscriberStatus
 
 SHOWN_VERSIONS: Final = 10
 _DOUBTED: Final = 100  # versions that are read to find one that is not refused
+_AT_ONCE: Final = 8  # status objects that are read at a time
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """One version: sizes in bytes, `created_at` in Unix seconds, `alternate`: it is also stored as an anchor."""
+    """One version: sizes in bytes, `changed` of `elements`, `created_at` in Unix seconds by the publisher's clock.
+
+    `alternate`: it is also stored as an anchor. `takeover`: it only opens the epoch of another publisher.
+    """
 
     version: int
     kind: Literal["anchor", "delta", "reference"]
     base_version: int | None
     nbytes: int
     changed: int
+    elements: int
     train_step: int | None
     epoch: int
     created_at: float
     alternate: bool
+    takeover: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriberRow:
     """One subscriber. `lag_seconds`: age of the oldest version it lacks, None if that cannot be told.
 
-    `silent_seconds`: since it last renewed its status; `silent`: that is too long for one that was not stopped.
+    `silent_seconds`: since it last renewed its status, by the store's clock; `silent`: that is too long for one that
+    was not stopped.
     """
 
     status: SubscriberStatus
@@ -50,21 +60,48 @@ class SubscriberRow:
     silent_seconds: float
     silent: bool
 
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with it, whatever its lag; nothing if it was stopped."""
+        status, faults = self.status, []
+        if status.state == "stopped":
+            return []
+        if self.silent:
+            faults.append(f"has been silent for {self.silent_seconds:.0f} s")
+        if status.state == "held":
+            faults.append(f"serves nothing: {status.reason}")
+        faults += [f"refuses version {r.version}: error[{r.kind}]: {r.message}" for r in status.refused]
+        return faults
+
     def within(self, max_lag: int) -> bool:
-        """Whether all is well: at most `max_lag` versions behind, nothing refused, not silent; or stopped."""
-        if self.status.state == "stopped":
-            return True
-        return self.lag_versions <= max_lag and not self.status.refused and not self.silent
+        """Whether all is well, and it is at most `max_lag` versions behind; or it was stopped."""
+        return self.status.state == "stopped" or (self.lag_versions <= max_lag and not self.faults)
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """What a new subscriber fetches: `nbytes` in `steps`, the first of which is `anchor` with `anchor_nbytes`.
+
+    `reference`: the first step is the checkpoint that version 0 refers to, which it has to have.
+    """
+
+    anchor: int
+    anchor_nbytes: int
+    steps: int
+    nbytes: int
+    reference: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
     """One stream at one moment.
 
-    `newest`: None while no version is committed; then the sizes are 0. `cold_start_*`: what a new subscriber fetches;
-    None, with the reason in `chain_problem`, if there is no verified way. `versions`: the newest ones, ascending.
-    `refused`: versions that were looked at and are damaged or not trusted. `unreadable`: keys of status objects that do
-    not parse.
+    `newest`: None while no version is committed. `tensors`, `elements`, `dense_bytes`: of the model, None if its
+    catalog cannot be read. `cold_start`: None, with the reason in `chain_problem`, if there is no verified way.
+    `anchors`: versions that are known to be stored whole. `versions`: the newest ones, newest first. `subscribers`:
+    those with faults first, then those furthest behind, then those with an error. `refused`: versions that were looked
+    at and are damaged or not trusted. `strays`: keys under versions/ that are none. `unreadable`: keys of status
+    objects that do not parse, or are of another stream.
     """
 
     url: str
@@ -72,24 +109,39 @@ class Overview:
     newest: int | None
     epoch: int | None
     publisher: str | None
-    tensors: int
-    elements: int
-    dense_bytes: int
-    cold_start_bytes: int | None
-    cold_start_steps: int | None
-    cold_start_anchor: int | None
+    tensors: int | None
+    elements: int | None
+    dense_bytes: int | None
+    cold_start: ColdStart | None
     chain_problem: str | None
+    anchors: tuple[int, ...]
     versions: tuple[VersionRow, ...]
     subscribers: tuple[SubscriberRow, ...]
     refused: tuple[RefusedVersion, ...]
+    strays: tuple[str, ...]
     unreadable: tuple[str, ...]
+
+    def problems(self, max_lag: int | None = None) -> list[str]:
+        """All that somebody should look at, one sentence each; lag only beyond `max_lag` versions."""
+        found = [f"version {r.version} is refused: error[{r.kind}]: {r.message}" for r in self.refused]
+        if self.chain_problem is not None:
+            found.append(f"a new subscriber cannot start: {self.chain_problem}")
+        found += [f"{key} is no version: delete it" for key in self.strays]
+        for row in self.subscribers:
+            found += [f"{row.status.id} {fault}" for fault in row.faults]
+            if max_lag is not None and not row.faults and not row.within(max_lag):
+                found.append(f"{row.status.id} is {row.lag_versions} versions behind")
+        return found + [f"{key} is no status object of this stream" for key in self.unreadable]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; each subscriber's status and lag in one object."""
         fields = {name: getattr(self, name) for name in self.__slots__}
+        fields["cold_start"] = None if self.cold_start is None else asdict(self.cold_start)
         fields["versions"] = [asdict(row) for row in self.versions]
         fields["subscribers"] = [
-            row.status.model_dump() | {name: getattr(row, name) for name in row.__slots__ if name != "status"}
+            row.status.model_dump()
+            | {name: getattr(row, name) for name in row.__slots__ if name != "status"}
+            | {"faults": row.faults}
             for row in self.subscribers
         ]
         fields["refused"] = [refused.model_dump() for refused in self.refused]
@@ -97,93 +149,100 @@ class Overview:
 
 
 class _Reader:
-    """Reads versions and remembers those that it may not use, `refused`."""
+    """Reads every version once, and remembers those that it may not use, `refused`."""
 
     def __init__(self, log: VersionLog) -> None:
         self.log = log
+        self.history = History(log)
         self.refused: dict[int, RefusedVersion] = {}
+        keys = [info.key for info in log.store.list_after(VERSIONS)]
+        parsed = {key: parse_version_key(key) for key in keys}
+        self.strays = tuple(key for key, version in parsed.items() if version is None)
+        self._listed = [version for version in parsed.values() if version is not None]
 
     def read(self, version: int) -> Manifest | None:
         """None if there is none, or it is refused."""
+        if version in self.refused:
+            return None
         try:
-            return self.log.read(version)
-        except (ManifestInvalid, FormatUnsupported) as error:
+            return self.history.read(version)
+        except DeltasyncError as error:
+            if error.action is Action.RETRY:
+                raise
             self.refused[version] = RefusedVersion(
-                version=version, kind=error.kind, message=error.message[:4000]
+                version=version, kind=error.kind, action=error.action.value, message=error.message[:4000]
             )
             return None
 
     def newest(self) -> Manifest | None:
         """The newest one that is not refused, of the newest versions."""
-        newest = heapq.nlargest(_DOUBTED, self.log.versions())
+        newest = heapq.nlargest(_DOUBTED, self._listed)
         return next((manifest for version in newest if (manifest := self.read(version)) is not None), None)
 
 
-def overview(store: Store, now: float, trust: Trust | None = None) -> Overview:
-    """Look at the stream in `store`; `now` in Unix seconds. Raises ObjectMissing if there is none, StoreError,
-    Untrusted if it is not the trusted stream."""
+def overview(store: Store, now: float, trust: Trust | None = None, shown: int = SHOWN_VERSIONS) -> Overview:
+    """Look at the stream in `store`, and at its `shown` newest versions; `now` in Unix seconds.
+
+    Raises ObjectMissing if there is no stream, StoreError, Untrusted if it is not the trusted stream.
+    """
     log = VersionLog(store, open_stream(store, trust), trust=trust)
     reader = _Reader(log)
     newest = reader.newest()
+    alternates = log.alternates()
+    way, problem = (None, None) if newest is None else _cold_start(reader.history, newest)
+    versions = () if newest is None else tuple(_versions(reader, newest, set(alternates), shown))
     rows, unreadable = _subscribers(reader, -1 if newest is None else newest.version, now)
-    if newest is None:
-        return Overview(
-            store.url,
-            log.stream.id.hex(),
-            None,
-            None,
-            None,
-            0,
-            0,
-            0,
-            None,
-            None,
-            None,
-            None,
-            (),
-            rows,
-            _sorted(reader.refused),
-            unreadable,
-        )
-    versions = tuple(_versions(reader, newest))
-    catalog = read_catalog(store, newest.catalog)
-    cold_bytes, cold_steps, cold_anchor, problem = _cold_start(log, newest)
+    catalog, damage = (None, None) if newest is None else _catalog(store, newest)
+    whole = {row.version for row in versions if row.kind == "anchor"} | set(alternates)
+    if way is not None and way.steps[0].kind == "anchor":
+        whole.add(way.steps[0].version)
     return Overview(
         url=store.url,
         stream=log.stream.id.hex(),
-        newest=newest.version,
-        epoch=newest.epoch,
-        publisher=newest.publisher.hex(),
-        tensors=len(catalog.tensors),
-        elements=sum(tensor.numel for tensor in catalog.tensors),
-        dense_bytes=catalog.nbytes,
-        cold_start_bytes=cold_bytes,
-        cold_start_steps=cold_steps,
-        cold_start_anchor=cold_anchor,
-        chain_problem=problem,
+        newest=None if newest is None else newest.version,
+        epoch=None if newest is None else newest.epoch,
+        publisher=None if newest is None else newest.publisher.hex(),
+        tensors=None if catalog is None else len(catalog.tensors),
+        elements=None if catalog is None else sum(tensor.numel for tensor in catalog.tensors),
+        dense_bytes=None if catalog is None else catalog.nbytes,
+        cold_start=None if way is None else _summary(way),
+        chain_problem=problem or damage,
+        anchors=tuple(sorted(whole)),
         versions=versions,
         subscribers=rows,
-        refused=_sorted(reader.refused),
+        refused=tuple(reader.refused[version] for version in sorted(reader.refused)),
+        strays=reader.strays,
         unreadable=unreadable,
     )
 
 
-def _cold_start(log: VersionLog, newest: Manifest) -> tuple[int | None, int | None, int | None, str | None]:
+def _cold_start(history: History, newest: Manifest) -> tuple[Plan | None, str | None]:
     try:
-        way = find_plan(log, None, newest.version)
+        return history.plan(None, newest.version), None
     except ChainError as error:
-        return None, None, None, error.message
-    return way.nbytes, len(way.steps), way.steps[0].version, None
+        problem = error.message
+    try:
+        return history.plan(None, newest.version, references=True), None
+    except ChainError:
+        return None, problem
 
 
-def _sorted(refused: Mapping[int, RefusedVersion]) -> tuple[RefusedVersion, ...]:
-    return tuple(refused[version] for version in sorted(refused))
+def _summary(way: Plan) -> ColdStart:
+    first = way.steps[0]
+    return ColdStart(first.version, first.nbytes, len(way.steps), way.nbytes, first.kind == "reference")
 
 
-def _versions(reader: _Reader, newest: Manifest) -> Iterator[VersionRow]:
-    first = max(0, newest.version - SHOWN_VERSIONS + 1)
-    alternates = set(reader.log.alternates(first - 1))
-    for version in range(first, newest.version + 1):
+def _catalog(store: Store, newest: Manifest) -> tuple[Catalog | None, str | None]:
+    try:
+        return read_catalog(store, newest.catalog), None
+    except DeltasyncError as error:
+        if error.action is Action.RETRY:
+            raise
+        return None, error.message
+
+
+def _versions(reader: _Reader, newest: Manifest, alternates: set[int], shown: int) -> Iterator[VersionRow]:
+    for version in range(newest.version, max(-1, newest.version - shown), -1):
         manifest = reader.read(version)
         if manifest is not None:  # it may be refused, and the beginning of the log may have been trimmed
             yield VersionRow(
@@ -192,34 +251,60 @@ def _versions(reader: _Reader, newest: Manifest) -> Iterator[VersionRow]:
                 base_version=manifest.base_version,
                 nbytes=manifest.nbytes,
                 changed=manifest.stats.changed,
+                elements=manifest.stats.elements,
                 train_step=manifest.train_step,
                 epoch=manifest.epoch,
                 created_at=manifest.created_at,
                 alternate=version in alternates,
+                takeover=manifest.kind == "delta" and not manifest.chunks,
             )
 
 
 def _subscribers(
     reader: _Reader, newest: int, now: float
 ) -> tuple[tuple[SubscriberRow, ...], tuple[str, ...]]:
+    store, stream = reader.log.store, reader.log.stream.id.hex()
+    infos = list(store.list_after(SUBSCRIBERS))
     rows, unreadable = [], []
-    store = reader.log.store
-    for info in store.list_after(SUBSCRIBERS):
-        try:
-            data = store.get(info.key, limit=MAX_STATUS_BYTES)
-            rows.append(_subscriber(reader, SubscriberStatus.model_validate_json(data), newest, now))
-        except ObjectMissing:
-            continue  # removed since it was listed
-        except (ValidationError, LimitExceeded):
-            unreadable.append(info.key)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for info, data in zip(infos, pool.map(lambda info: _data(store, info), infos), strict=True):
+            if data is None:
+                continue  # removed since it was listed
+            try:
+                status = SubscriberStatus.model_validate_json(data)
+            except ValidationError:
+                unreadable.append(info.key)
+                continue
+            if status.stream in ("", stream):
+                rows.append(_subscriber(reader, status, info, newest, now))
+            else:
+                unreadable.append(info.key)
+    rows.sort(key=_urgency)
     return tuple(rows), tuple(unreadable)
 
 
-def _subscriber(reader: _Reader, status: SubscriberStatus, newest: int, now: float) -> SubscriberRow:
+def _urgency(row: SubscriberRow) -> tuple[object, ...]:
+    """Orders those that need a look before the others."""
+    status = row.status
+    return not row.faults, status.state == "stopped", -row.lag_versions, status.last_error is None, status.id
+
+
+def _data(store: Store, info: ObjectInfo) -> bytes | None:
+    try:
+        return store.get(info.key, limit=MAX_STATUS_BYTES)
+    except ObjectMissing:
+        return None
+    except LimitExceeded:
+        return b"too large to be a status"
+
+
+def _subscriber(
+    reader: _Reader, status: SubscriberStatus, info: ObjectInfo, newest: int, now: float
+) -> SubscriberRow:
     applied = -1 if status.applied_version is None else status.applied_version
     lag = max(0, newest - applied)
     missed = reader.read(applied + 1) if lag else None
-    silent = max(0.0, now - status.updated_at)
+    silent = max(0.0, now - info.modified)
     return SubscriberRow(
         status=status,
         lag_versions=lag,

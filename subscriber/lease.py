@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable
@@ -43,7 +42,8 @@ class Lease:
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()
         self._untold = False  # something that the status object does not say yet
-        self._told = -math.inf  # when it was last written, monotonic seconds
+        # When it was last written. Not at once: until it is known what is held, the lease of the life before counts.
+        self._told = clock()
 
     async def renew(self) -> None:
         """Write it now."""

@@ -143,6 +143,16 @@ def human_bytes(count: float) -> str:
     return f"{count / 1000:.1f} TB"
 
 
+def age(seconds: float) -> str:
+    """12 s, 5 min, 3 h, 4 d: how long ago something was, or for how long it has been so."""
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 100 * 3600 else f"{seconds / 86400:.0f} d"
+
+
 def counted(count: int, noun: str) -> str:
     """`1 version`, `2 versions`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")

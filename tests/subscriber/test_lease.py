@@ -49,7 +49,8 @@ async def while_running(lease: Lease, condition: Callable[[], bool]) -> None:
 def test_when_it_is_time() -> None:
     now, chance = [100.0], [0.0]
     lease, _ = lease_on(Board(), 30.0, clock=lambda: now[0], uniform=lambda: chance[0])
-    assert lease.left() <= 0
+    assert lease.left() == pytest.approx(24)
+    now[0] += 9
     asyncio.run(lease.renew())
     assert lease.left() == pytest.approx(24)
     chance[0] = 1.0
@@ -89,14 +90,14 @@ def test_many_changes_share_one_writing() -> None:
 def test_many_versions_at_once_are_few_writings_and_the_last_word_is_true(tmp_path: Path) -> None:
     board = memory._named[str(tmp_path)] = Board(str(tmp_path))
     builder = StreamBuilder(board, small_weights())
-    worker = Worker(tmp_path, builder)
+    worker = Worker(tmp_path, builder, status_interval=600.0)
     with running(worker.subscriber) as subscriber:
         for version in range(20):
             subscriber.wait_for(version, TIMEOUT)
             builder.train()
         subscriber.wait_for(20, TIMEOUT)
     assert len(worker.applied) >= 20
-    assert len(board.said) < 10
+    assert len(board.said) <= 3  # begun, perhaps applied, stopped
     assert board.said[-1].applied_version == 20
     assert board.said[-1].state == "stopped"
 
