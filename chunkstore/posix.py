@@ -41,6 +41,7 @@ _MISSING = {errno.ENOENT, errno.ENOTDIR}
 _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
     errno.ENOSPC: (StoreFull, "free space on the file system, or run garbage collection"),
     errno.EDQUOT: (StoreFull, "raise the quota, or run garbage collection"),
+    errno.EFBIG: (StoreFull, "raise the limit on the size of files (ulimit -f)"),
     errno.EACCES: (AccessDenied, "let this user read and write the directory"),
     errno.EPERM: (AccessDenied, "let this user read and write the directory"),
     errno.EROFS: (AccessDenied, "mount the file system writable"),
@@ -98,7 +99,9 @@ class PosixStore(Store):
     def put(self, key: str, data: Buffer) -> None:
         path = self._path(key)
         with self._errors("put", key), self._temporary(path, data) as temporary:
+            crash_point("chunkstore.posix.before_rename")
             os.replace(temporary, path)
+            crash_point("chunkstore.posix.after_rename")
             self._sync(path.parent)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
@@ -106,6 +109,7 @@ class PosixStore(Store):
         with self._errors("put_if_absent", key), self._temporary(path, data) as temporary:
             crash_point("chunkstore.posix.before_link")
             created = self._link(temporary, path)
+            crash_point("chunkstore.posix.after_link")
             # Also when the key is taken: its writer may die before it flushes what the caller now builds on.
             self._sync(path.parent)
             return created
@@ -117,6 +121,7 @@ class PosixStore(Store):
     def delete(self, key: str) -> None:
         path = self._path(key)
         with self._errors("delete", key):
+            crash_point("chunkstore.posix.before_unlink")
             try:
                 os.unlink(path)
             except OSError as error:
@@ -124,6 +129,7 @@ class PosixStore(Store):
                 if error.errno in _MISSING or path.is_dir():
                     return
                 raise
+            crash_point("chunkstore.posix.after_unlink")
             self._prune(path)
 
     def temporaries(self) -> Iterator[ObjectInfo]:
@@ -132,15 +138,20 @@ class PosixStore(Store):
 
     def delete_temporary(self, name: str) -> None:
         directory, slash, last = name.rpartition("/")
-        if not last.startswith(TEMPORARY) or (slash and not is_key(directory)):
+        if not (last.startswith(TEMPORARY) or (slash and not last)) or (slash and not is_key(directory)):
             raise InvalidKey(f"{self.url}/{name!r:.200} is not a temporary")
-        path = self._root / name
+        path = self._root / directory / (last or TEMPORARY)
         with self._errors("delete", name):
-            path.unlink(missing_ok=True)
+            if last:
+                path.unlink(missing_ok=True)
             self._prune(path)
 
     def _temporaries(self, directory: str) -> Iterator[ObjectInfo]:
-        for entry in sorted(self._entries(directory), key=itemgetter(0)):
+        entries = sorted(self._entries(directory), key=itemgetter(0))
+        if directory and not entries:  # whoever made or emptied it has died, or is about to go on
+            with suppress(FileNotFoundError):
+                yield ObjectInfo(directory, 0, os.stat(self._root / directory).st_mtime)
+        for entry in entries:
             if entry.is_directory and is_key(entry.name):
                 yield from self._temporaries(f"{directory}{entry.name}/")
             elif not entry.is_directory and entry.name.startswith(TEMPORARY):

@@ -3,6 +3,7 @@
 from typing import Final
 from uuid import uuid4
 
+from chunkstore.crashpoints import crash_point
 from chunkstore.errors import StoreUnsuitable
 from chunkstore.store import Store
 
@@ -21,6 +22,7 @@ def require_put_if_absent(store: Store) -> None:
     try:
         outcomes = (store.put_if_absent(key, first), store.put_if_absent(key, second))
         held = store.get(key, limit=len(first) + len(second))
+        crash_point("probe.before_delete")
     finally:
         store.delete(key)
     if outcomes != (True, False) or held != first:
@@ -40,6 +42,7 @@ def store_clock(store: Store) -> float:
     try:
         store.put_if_absent(key, b"")  # as all probes are written, so one permission does
         info = store.head(key)
+        crash_point("probe.before_delete")
     finally:
         store.delete(key)
     if info is None:

@@ -75,7 +75,7 @@ class Store(ABC):
     def temporaries(self) -> Iterator[ObjectInfo]:
         """What writers have begun and not finished, dead or alive, by names that are no keys; no other call sees it.
 
-        Empty for a store that keeps nothing of an object until it is whole.
+        A name that ends in `/` is an empty directory. Nothing for a store that keeps nothing of half an object.
         """
 
     @abstractmethod

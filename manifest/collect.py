@@ -73,6 +73,7 @@ def delete_garbage(
             store.delete_temporary(one.key)
         else:
             store.delete(one.key)
+        crash_point("gc.after_delete")
         return one
 
     with ThreadPoolExecutor(_DELETES, thread_name_prefix="deltasync-gc") as threads:

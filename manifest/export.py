@@ -1,11 +1,11 @@
 """Write one version as a Hugging Face safetensors checkpoint."""
 
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from chunkstore.codec import WINDOW
+from chunkstore.crashpoints import crash_point
 from chunkstore.digest import digest
 from chunkstore.dtypes import Bits
 from chunkstore.store import Store
 from manifest.catalog import Catalog, TensorSpec
 from manifest.errors import LocalDiskError
-from manifest.image import Image, create_file
+from manifest.image import Image, map_file
 from manifest.keys import manifest_key
 from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.rebuild import rebuild
@@ -99,33 +100,65 @@ def _new_directory(directory: Path) -> Iterator[Path]:
     It lies beside one that does not exist yet, and inside one that does: that may be a mount, or somebody's working
     directory, so it is kept and its files are moved up. Raises LocalDiskError, also if the body raises OSError.
     """
-    temporary: Path | None = None
     try:
         exists = directory.exists()
-        if exists and (not directory.is_dir() or any(directory.iterdir())):
-            raise LocalDiskError(
-                f"{directory} is not an empty directory", hint="name one that does not exist yet, or is empty"
-            )
         home = directory if exists else directory.parent
+        temporary = home / f".deltasync-export-{directory.name}"
+        if exists and (not directory.is_dir() or any(path != temporary for path in directory.iterdir())):
+            raise LocalDiskError(
+                f"{directory} is not an empty directory",
+                hint="an export into it was interrupted: empty it"
+                if temporary.exists()
+                else "name one that does not exist yet, or is empty",
+            )
         home.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".deltasync-export-", dir=home))
-        yield temporary
-        if exists:
-            for path in sorted(temporary.iterdir()):
-                path.rename(directory / path.name)
-        else:
-            temporary.chmod(0o755)
-            _sync(temporary)
-            temporary.rename(directory)
-        _sync(home)
+        with _alone_in(temporary):
+            yield temporary
+            crash_point("export.before_rename")
+            if exists:
+                for path in sorted(temporary.iterdir()):
+                    path.rename(directory / path.name)
+                    crash_point("export.mid_move")
+            else:
+                temporary.chmod(0o755)
+                _sync(temporary)
+                temporary.rename(directory)
+            crash_point("export.after_rename")
+            _sync(home)
     except OSError as error:
         raise LocalDiskError(
             f"cannot write the checkpoint to {directory}: {error}",
             hint="check its permissions and free space",
         ) from error
+
+
+@contextmanager
+def _alone_in(temporary: Path) -> Iterator[None]:
+    """Make the directory, or take over that of an export that was killed; empty at first, and gone afterwards.
+
+    Raises LocalDiskError if a running one has it.
+    """
+    while True:
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # whoever had it has just ended
+            lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock), os.stat(temporary)):
+                    break
+            except BlockingIOError as error:
+                os.close(lock)
+                raise LocalDiskError(
+                    f"another export is writing {temporary}", hint="wait for it, or name another directory"
+                ) from error
+            os.close(lock)
+    try:
+        for path in temporary.iterdir():
+            path.unlink()
+        yield
     finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
 
 
 def _shards(catalog: Catalog, limit: int) -> dict[str, list[TensorSpec]]:
@@ -147,7 +180,8 @@ def _shards(catalog: Catalog, limit: int) -> dict[str, list[TensorSpec]]:
 def _create_shards(directory: Path, catalog: Catalog, shards: dict[str, list[TensorSpec]]) -> list[Bits]:
     arrays: dict[str, Bits] = {}
     for name, specs in shards.items():
-        mapped = create_file(directory / name, _header(specs), specs)
+        with (directory / name).open("x+b") as file:
+            mapped = map_file(file, _header(specs), specs)
         arrays |= {spec.name: array for spec, array in zip(specs, mapped, strict=True)}
     return [arrays[spec.name] for spec in catalog.tensors]
 

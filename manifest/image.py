@@ -7,9 +7,9 @@ Disk: the size of the model, which is why only commands that write or check a wh
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -100,22 +100,17 @@ class Image:
         self.digests[section.tensor] = (self.digests[section.tensor] + change) & _MASK
 
 
-def create_file(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> list[Bits]:
-    """A new file of `header` and then the tensors `specs` without gaps, all zeros; returns them as flat mapped arrays.
+def map_file(file: BinaryIO, header: bytes, specs: Sequence[TensorSpec]) -> list[Bits]:
+    """Make the new `file` `header` and then the tensors `specs` without gaps, all zeros; returns them as flat arrays.
 
-    The space is reserved first, so that a full disk is a LocalDiskError here and not a fault while writing.
+    The space is reserved first, so that a full disk is an OSError here and not a fault while writing.
     """
     size = len(header) + sum(spec.nbytes for spec in specs)
-    try:
-        with path.open("xb") as file:
-            file.write(header)
-            if size:
-                os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        raise LocalDiskError(
-            f"cannot create {path} of {size} bytes: {error}", hint="check its free space"
-        ) from error
-    mapped = np.memmap(path, np.uint8, "r+") if size else np.zeros(0, np.uint8)
+    file.write(header)
+    file.flush()
+    if size:
+        os.posix_fallocate(file.fileno(), 0, size)
+    mapped = np.memmap(file, np.uint8, "r+") if size else np.zeros(0, np.uint8)
     arrays = []
     at = len(header)
     for spec in specs:
@@ -126,18 +121,20 @@ def create_file(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> list[
 
 @contextmanager
 def scratch_image(catalog: Catalog, directory: Path | None = None) -> Iterator[Image]:
-    """An image in a temporary file below `directory` (the system's temporary directory if None), gone afterwards.
+    """An image in a temporary file in `directory` (the system's temporary directory if None), gone afterwards.
 
-    Raises LocalDiskError.
+    The file has no name, so that it is gone as well if this process is killed. Raises LocalDiskError.
     """
     by_width = sorted(catalog.tensors, key=lambda spec: -spec.width)  # so that every array is aligned
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix="deltasync-", dir=directory)
-    except OSError as error:
-        raise LocalDiskError(
-            f"cannot create a temporary directory: {error}", hint="name another one"
-        ) from error
-    with scratch as path:
-        mapped = create_file(Path(path, "image"), b"", by_width)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=directory))
+            mapped = map_file(file, b"", by_width)
+        except OSError as error:
+            raise LocalDiskError(
+                f"cannot have {catalog.nbytes} bytes of temporary space in {directory or tempfile.gettempdir()}: "
+                f"{error}",
+                hint="free space there, or name another folder: --scratch, or anchors.scratch in publisher.yaml",
+            ) from error
         arrays = {spec.name: array for spec, array in zip(by_width, mapped, strict=True)}
         yield Image(catalog, [arrays[spec.name] for spec in catalog.tensors])

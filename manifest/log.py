@@ -12,6 +12,7 @@ import blake3
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from chunkstore.crashpoints import crash_point
 from chunkstore.errors import CorruptObject, FormatUnsupported, ObjectMissing
 from chunkstore.store import Store
 from manifest.catalog import MAX_CATALOG_BYTES, Catalog
@@ -66,7 +67,9 @@ def create_or_open_stream(store: Store, patience: Patience | None = None) -> Str
     except ObjectMissing:
         data = msgpack.packb({"format": STREAM_FORMAT, "stream": secrets.token_bytes(16)})
         assert isinstance(data, bytes)
+        crash_point("stream.before_create")
         held = settle(store, STREAM, data, limit=MAX_STREAM_BYTES, patience=patience or Patience())
+        crash_point("stream.after_create")
         return _parse_stream(store, held)
 
 
@@ -108,7 +111,9 @@ def _parse_stream(store: Store, data: bytes) -> StreamInfo:
 def put_catalog(store: Store, catalog: Catalog, patience: Patience | None = None) -> None:
     """Store `catalog` under its hash. Raises CorruptObject if that key holds other bytes; CommitUnknown."""
     key = catalog_key(catalog.hash)
+    crash_point("catalog.before_put")
     held = settle(store, key, catalog.data, limit=MAX_CATALOG_BYTES, patience=patience or Patience())
+    crash_point("catalog.after_put")
     if held != catalog.data:
         raise _wrong_hash(store, key)
 

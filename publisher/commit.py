@@ -121,6 +121,7 @@ class Attempt:
         """Whether it is known to be there. What goes wrong here is no longer about the version."""
         try:
             self.log.put_alternate(alternate)
+            crash_point("publisher.after_alternate")
         except DeltasyncError as error:
             log.warning("version %d is committed, but not stored whole: %s", alternate.version, error)
             return False

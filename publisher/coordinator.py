@@ -69,7 +69,9 @@ class Caller:
             whole=sorted(whole),
             reason=reason[:2000],
         )
+        crash_point("coordinator.before_call")
         self._board.call(call)
+        crash_point("coordinator.after_call")
         return call
 
     def gather(self, call: Call, check: Callable[[], None] = lambda: None) -> list[Part]:
@@ -129,10 +131,7 @@ class SharedAttempt(Attempt):
 
     def announce(self) -> Call:
         """Call the others, before one's own part is even begun."""
-        crash_point("coordinator.before_call")
-        call = self.caller.call("version", self.base, self.attempt, train_step=self.train_step)
-        crash_point("coordinator.after_call")
-        return call
+        return self.caller.call("version", self.base, self.attempt, train_step=self.train_step)
 
     def abandon(self, error: BaseException) -> None:
         """Tell the others that nothing will come of it. Not telling them costs only time."""
@@ -218,13 +217,11 @@ class Coordinator(StreamWriter):
         try:
             own = own_part(call, current_refs(self.shards), [], Stats())
             together = combine(call, self.catalog, [own, *self._caller.gather(call)], base.digest_array)
-            crash_point("coordinator.before_joined")
             whole = list(range(len(self.catalog.tensors))) if everything else together.stale
             self._caller.call("joined", base, whole=whole)
         except DeltasyncError as error:
             self._caller.call("abandoned", base, reason=str(error))
             raise
-        crash_point("coordinator.after_joined")
         return whole
 
     def _new_attempt(self, train_step: int | None) -> SharedAttempt:

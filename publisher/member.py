@@ -151,7 +151,7 @@ class Member:
 
     def _answer_first(self, call: Call) -> Call:
         """Tell the coordinator, which has called for that, what is held here; returns the call that ends it."""
-        self._board.answer(self._part(call, current_refs(self.shards), [], Stats()))
+        self._answer(self._part(call, current_refs(self.shards), [], Stats()))
         later = wait_for(lambda: self._calls(call.version, self._base, call.number) or None, self._patience)
         if later is None or later[0].kind == "abandoned":
             raise self._no_call(
@@ -252,7 +252,7 @@ class Member:
 
     def _answer_join(self, pending: Pending, call: Call) -> None:
         """The coordinator has come back. What is sealed already is the base that this writer believes in."""
-        self._board.answer(self._part(call, shard_refs(pending.taken.sealed), [], Stats()))
+        self._answer(self._part(call, shard_refs(pending.taken.sealed), [], Stats()))
         self._seen = call.number
 
     def _run(self, pending: Pending, upload: Upload) -> Commit | None:
@@ -261,15 +261,20 @@ class Member:
         self._seen = call.number
         stats = stats_of(pending.taken, uploaded)
         part = self._part(call, shard_refs(pending.taken.sealed), uploaded.chunks, stats)
-        crash_point("writer.before_part")
         pending.answered = True
-        if not self._board.answer(part):
+        if not self._answer(part):
             raise WriterReplaced(
                 f"another process has answered as writer {self._writer.rank} of run {self._writer.run}",
                 hint="two processes have one rank, or a run's name was used again: start all of them anew",
             )
-        crash_point("writer.after_part")
         return self._learn(pending)
+
+    def _answer(self, part: Part) -> bool:
+        """See `Board.answer`."""
+        crash_point("writer.before_part")
+        mine = self._board.answer(part)
+        crash_point("writer.after_part")
+        return mine
 
     def _learn(self, pending: Pending) -> Commit | None:
         """What became of the attempt that was answered. Raises AttemptAbandoned, CommitUnknown."""

@@ -12,16 +12,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from chunkstore.errors import ConfigError
+from chunkstore.errors import ConfigError, StoreFull, StoreUnavailable
 from chunkstore.http import StatusServer
 from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
+from chunkstore.probe import require_put_if_absent
 from chunkstore.store import Store
 from manifest.key_files import load_signer
 from publisher.anchors import RoutineAnchors
 from publisher.config import PublisherConfig
 from publisher.frames import SOCKET
 from publisher.listener import Listener
+from publisher.messages import ErrorInfo
 from publisher.report import Report
 from publisher.session import Session
 from publisher.spool import remove_stale
@@ -33,7 +35,7 @@ def run_publisher(config: PublisherConfig) -> int:
     """Serve trainers until SIGTERM or SIGINT; then the last version's outcome is awaited, and 0 returned.
 
     Raises ConfigError without a spool or if the HTTP port is taken, LocalDiskError if the spool cannot be used or has a
-    publisher process already.
+    publisher process already, AccessDenied or StoreUnsuitable if the store would never take a version.
     """
     if config.spool is None:
         raise ConfigError(
@@ -53,6 +55,7 @@ def run_publisher(config: PublisherConfig) -> int:
                 RoutineAnchors(store, config.anchors, signer, report, base=config.base_checkpoint)
             )
         stack.enter_context(_stopped_by_signals(listener))
+        _check_store(store, report)
         serve_trainers(config, store, config.spool, listener, report)
     log.info("stopped")
     return 0
@@ -70,6 +73,15 @@ def serve_trainers(
         finally:
             listener.hang_up()
         remove_stale(spool)
+
+
+def _check_store(store: Store, report: Report) -> None:
+    """Rather now than when a trainer comes. What may pass by itself is reported, and found again then."""
+    try:
+        require_put_if_absent(store)
+    except (StoreUnavailable, StoreFull) as error:
+        report.failed(ErrorInfo.of(error))
+        log.warning("nothing can be published for now: %s", error)
 
 
 @contextmanager

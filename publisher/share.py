@@ -181,15 +181,19 @@ def _move(
 
     remove_stale(spool)
     file = StateFile.create(spool, mover.end)
-    for tensors in storages.values():  # one after the other, so that never much is there twice
-        mover.move(tensors, file)
-    shared = SharedState(
-        file,
-        {name: file.tensor(places[name]) if name in copied else t.detach() for name, t in named.items()},
-        {name: {key: state[key].detach() for key in _keys(state)} for name, state in states.items()},
-    )
-    shared.refresh(model)
-    write_layout(file, Layout(nbytes=mover.end, tensors=places, moments=moments))
+    try:
+        for tensors in storages.values():  # one after the other, so that never much is there twice
+            mover.move(tensors, file)
+        shared = SharedState(
+            file,
+            {name: file.tensor(places[name]) if name in copied else t.detach() for name, t in named.items()},
+            {name: {key: state[key].detach() for key in _keys(state)} for name, state in states.items()},
+        )
+        shared.refresh(model)
+        write_layout(file, Layout(nbytes=mover.end, tensors=places, moments=moments))
+    except BaseException:  # whatever it was, nobody will map this memory
+        file.remove()
+        raise
     return shared
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from chunkstore.crashpoints import crash_point
 from chunkstore.dtypes import WIDTH
 from chunkstore.torch_dtypes import TORCH_DTYPES
 from manifest.catalog import MAX_TENSORS
@@ -33,6 +34,7 @@ HEADER: Final = 4096
 ALIGNMENT: Final = 64
 """Bytes; torch's own allocator aligns so, and kernels may choose their path by it."""
 MAX_LAYOUT_BYTES: Final = 256 << 20
+_ROOM: Final = "the spool needs room for all weights and moments: a larger /dev/shm (docker: --shm-size)"
 _STATE_NAME: Final = re.compile(r"[0-9a-f]{32}\.(state|new)")
 
 Moment = Literal["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
@@ -107,14 +109,16 @@ class StateFile:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, nbytes)  # else a full file system would be a SIGBUS later
             memory = mmap.mmap(descriptor, nbytes)
+            crash_point("spool.before_state")
             hidden.rename(path)
+            crash_point("spool.after_state")
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
                 hidden.unlink(missing_ok=True)
             raise LocalDiskError(
                 f"cannot share {nbytes} bytes of optimizer state in spool {spool}: {error}",
-                hint="the spool needs room for all weights and moments: a larger /dev/shm (docker: --shm-size)",
+                hint=_ROOM,
             ) from error
         return cls(path, memory, descriptor)
 
@@ -165,8 +169,7 @@ class StateFile:
 
     def remove(self) -> None:
         """Delete the files. Memory stays mapped as long as tensors live in it."""
-        self.path.unlink(missing_ok=True)
-        self.path.with_suffix(".layout").unlink(missing_ok=True)
+        _remove_files(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -178,9 +181,18 @@ def write_layout(state: StateFile, layout: Layout) -> None:
     temporary = path.with_suffix(".layout-new")
     try:
         temporary.write_bytes(msgpack.packb(layout.model_dump()))
+        crash_point("spool.before_layout")
         temporary.rename(path)
+        crash_point("spool.after_layout")
     except OSError as error:
-        raise LocalDiskError(f"cannot write {path}: {error}") from error
+        raise LocalDiskError(f"cannot write {path}: {error}", hint=_ROOM) from error
+
+
+def _remove_files(state: Path) -> None:
+    """All that belongs to a state file, and itself last: what is left without it, nobody would find."""
+    for suffix in (".layout-new", ".layout", state.suffix):
+        state.with_suffix(suffix).unlink(missing_ok=True)
+        crash_point("spool.mid_remove")
 
 
 @dataclass(frozen=True)
@@ -254,8 +266,7 @@ def _remove_if_stale(path: Path) -> None:
     except BlockingIOError:
         return  # its trainer lives
     else:
-        for suffix in (path.suffix, ".layout", ".layout-new"):
-            path.with_suffix(suffix).unlink(missing_ok=True)
+        _remove_files(path)
     finally:
         os.close(descriptor)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from chunkstore.crashpoints import crash_point
 from chunkstore.errors import Action, DeltasyncError
 from manifest.catalog import Catalog, root_digest
 from manifest.errors import Fenced
@@ -26,7 +27,9 @@ def claim(log: VersionLog, catalog: Catalog, newest: Manifest, publisher: bytes,
         check_catalog(log, catalog, newest)
         epoch = newest.epoch + 1
         offered = log.signed(empty_version(newest, epoch, publisher))
+        crash_point("publisher.before_claim")
         outcome = log.commit(offered)
+        crash_point("publisher.after_claim")
         if outcome.won:
             return offered
         if outcome.winner.epoch >= epoch and not insist:

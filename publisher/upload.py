@@ -112,6 +112,7 @@ class Upload:
             crash_point("publisher.before_chunk")
             begin = time.perf_counter()
             self._store.put(key, data)
+            crash_point("publisher.after_chunk")
             cost.upload_seconds = time.perf_counter() - begin
             return ref, cost
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from chunkstore.crashpoints import crash_point
 from chunkstore.errors import DeltasyncError
 from chunkstore.probe import require_put_if_absent
 from chunkstore.store import Store
@@ -141,7 +142,9 @@ class StreamWriter:
         """Commit version 0 as a reference to the base checkpoint, which has just been compared with the shards."""
         digests = [shard.kept_digest for shard in self.shards]
         first = self._log.signed(reference_version(self._log.stream.id, self.catalog, digests, self._id))
+        crash_point("publisher.before_reference")
         outcome = self._log.commit(first)
+        crash_point("publisher.after_reference")
         if not outcome.won:
             error = fenced(self._log, first, outcome.winner)
             if not self._config.takeover:

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Final
 
 from subscriber.errors import StagingFull, StagingUnavailable
 
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""No space, a quota, a limit on the size of files."""
 
 
 def check_room(directory: Path, nbytes: int) -> None:
@@ -21,13 +23,20 @@ def check_room(directory: Path, nbytes: int) -> None:
         raise _full(directory, f"{nbytes} bytes are needed, {free} are free")
 
 
+def check_writable(directory: Path) -> None:
+    """Make `directory`. Raise StagingUnavailable unless files can be made in it; one is, and is gone at once."""
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+
+
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
     """Turn OSError of the block into StagingFull or, for every other reason, StagingUnavailable."""
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise _full(directory, str(error)) from error
         raise StagingUnavailable(
             f"{directory} cannot be used: {error}",

@@ -15,6 +15,7 @@ from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
 from subscriber.answers import answers_of
 from subscriber.config import SERVER_NAME, SubscriberConfig
+from subscriber.disk import check_writable
 from subscriber.engine import Engine
 from subscriber.journal import Journal, locked
 from subscriber.report import SERVER, AppliedVersion, Report, event
@@ -163,6 +164,7 @@ class Fleet:
         config = self.config
         with ExitStack() as stack:
             stack.enter_context(locked(config.state_path))
+            check_writable(config.staging_path)
             if config.http is not None:
                 answers, parts = answers_of(config.id, self.reports, self._metrics)
                 self.http_port = stack.enter_context(StatusServer(config.http, answers, parts)).port

@@ -144,6 +144,13 @@ class Follower:
             await self.holder.adopt(held)
         return held is not None
 
+    async def tidy(self, newest: int) -> None:
+        """Unless it is about to be used on the way to `newest`, remove what an earlier try has fetched and staged."""
+        held = self.holder.held
+        if held is not None and held.version >= newest:
+            await self._sweep()
+            await self._keep(set(), held.version)
+
     async def audit(self, manifest: Manifest) -> None:
         """Digest all live weights. Raises EngineDrift, with the engine held, if they are not those of `manifest`."""
         await self.holder.audit(await self.catalog_of(manifest))
@@ -161,6 +168,7 @@ class Follower:
         while True:
             plan = await self._plan(course)
             if not plan.steps:  # an interrupted apply has just been finished
+                await self.tidy(course.target)
                 own = await in_thread(lambda _: self._log.read_required(course.target))
                 return self._applied(Plan((own,), 0, False), course)
             try:
@@ -264,6 +272,9 @@ class Follower:
             return await self._timed(
                 course, "prepare", self.holder.engine.prepare(staged), elements=staged.elements
             )
+        except DeltasyncError:  # the disk may be full, and the next try may be a minute away
+            await self._sweep()
+            raise
         finally:
             ahead.cancel()
 
@@ -372,6 +383,7 @@ class Follower:
         def remove() -> None:
             for path in done:
                 shutil.rmtree(path, ignore_errors=True)
+                crash_point("subscriber.mid_sweep")
 
         await in_thread(lambda _: remove())
 

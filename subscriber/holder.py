@@ -59,7 +59,9 @@ class Holder:
     async def abandon(self, reason: str) -> None:
         """Serve nothing more; what was recorded is left to whoever reads it next."""
         self.doubt(reason)
+        crash_point("subscriber.before_hold")
         await self.engine.hold(reason)
+        crash_point("subscriber.after_hold")
 
     async def write(self, prepared: Prepared) -> Scattered:
         """Journal, scatter, journal. Once begun it is carried through, even if the caller is cancelled.

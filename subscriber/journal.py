@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from subscriber.disk import disk_errors
+from chunkstore.crashpoints import crash_point
+from subscriber.disk import check_writable, disk_errors
 from subscriber.errors import SubscriberBusy
 
 FORMAT: Final = 1
@@ -66,8 +67,8 @@ def locked(directory: Path) -> Iterator[None]:
 
     Raises SubscriberBusy, StagingUnavailable.
     """
+    check_writable(directory)
     with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -94,9 +95,10 @@ class Journal:
         self._boot_id = boot_id
         self._path = self._directory / f"journal-{boot_id}.json"
         with disk_errors(self._directory):
-            for other in self._directory.glob("journal-*.json"):
+            for other in [*self._directory.glob("journal-*"), *self._directory.glob("*.tmp")]:
                 if other != self._path:
                     other.unlink(missing_ok=True)
+                    crash_point("journal.mid_begin")
 
     def read(self) -> Entry | None:
         """The last entry, or None if there is none, or a damaged one: then nothing is known.
@@ -142,11 +144,16 @@ class Journal:
         temporary = path.with_suffix(".tmp")
         with disk_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w") as file:
-                json.dump(data, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
+            try:
+                with temporary.open("w") as file:
+                    json.dump(data, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                crash_point("journal.before_rename")
+                temporary.rename(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            crash_point("journal.after_rename")
             directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(directory)

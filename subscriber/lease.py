@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from chunkstore.crashpoints import crash_point
 from chunkstore.errors import DeltasyncError
 from chunkstore.store import Store
 from manifest.keys import status_key
@@ -81,7 +82,10 @@ class Lease:
             self._untold, self._told = False, self._clock()
             data = self._report.status().model_dump_json(indent=1).encode()
             try:
+                crash_point("subscriber.before_status")
                 await in_thread(lambda _: self._store.put(status_key(self._report.id), data))
+                crash_point("subscriber.after_status")
             except DeltasyncError as error:
                 self._report.metrics.errors.labels(error.kind).inc()
-                event("status_not_written", logging.WARNING, kind=error.kind, error=error)
+                fields = {"kind": error.kind, "error": error, "needs": "put under subscribers/"}
+                event("status_not_written", logging.WARNING, **fields)

@@ -113,6 +113,7 @@ class Session:
         while True:
             try:
                 self._boot_id = await self._engine.attach()
+                self._journal.begin(self._boot_id)
                 break
             except DeltasyncError as error:
                 if once:
@@ -123,7 +124,6 @@ class Session:
         if self._lost:
             self._lost = 0
             self._report.recovered()
-        self._journal.begin(self._boot_id)
 
     async def _connect(self, once: bool) -> Follower:
         """Wait for the stream to exist and set up what works on it."""
@@ -210,6 +210,7 @@ class Session:
             self._recovered = True
             if follower.holder.held is not None and not self._strays:
                 self._report.recovered()
+            await follower.tidy(self._seen)
             await self._lease.renew()
         held = follower.holder.held
         version = -1 if held is None else held.version

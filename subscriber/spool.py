@@ -10,6 +10,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from chunkstore.codec import ChunkReader
+from chunkstore.crashpoints import crash_point
 from chunkstore.errors import CorruptObject, LimitExceeded
 from chunkstore.store import Store
 from manifest.catalog import Catalog
@@ -131,7 +132,9 @@ class Spool:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 try:
                     temporary.write_bytes(data)
+                    crash_point("subscriber.before_fetched")
                     temporary.rename(self._path(ref))
+                    crash_point("subscriber.after_fetched")
                 finally:
                     temporary.unlink(missing_ok=True)
         finally:

@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from chunkstore.codec import WINDOW
+from chunkstore.crashpoints import crash_point
 from chunkstore.digest import U64
 from chunkstore.dtypes import Bits, bits_dtype
 from chunkstore.errors import DeltasyncError
@@ -206,6 +207,7 @@ class StagingWriter:
                 "pieces": [[getattr(p, f) for f in Piece.__slots__] for p in self._pieces],
             }
         )
+        crash_point("subscriber.mid_stage")
         (self._path / _INDEX).write_bytes(index)
         digest = blake3.blake3(index).digest()
         pieces = tuple(self._pieces)

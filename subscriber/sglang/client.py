@@ -23,6 +23,7 @@ from subscriber.errors import (
     EngineMismatch,
     EngineRestarted,
     StagedLost,
+    StagingFull,
     SubscriberError,
     name_offenders,
 )
@@ -35,7 +36,7 @@ _POLL: Final = 0.02  # seconds between looks at work beside serving, at first
 _POLL_SHARE: Final = 0.1  # of the time that it has taken so far: each look is a vote between two batches
 _POLL_LONGEST: Final = 0.5
 _KINDS: Final[Mapping[str, type[SubscriberError]]] = {
-    kind.kind: kind for kind in (EngineChanged, EngineFailed, EngineMismatch, StagedLost)
+    kind.kind: kind for kind in (EngineChanged, EngineFailed, EngineMismatch, StagedLost, StagingFull)
 }
 
 

@@ -20,7 +20,8 @@ import torch
 
 from chunkstore.errors import DeltasyncError
 from manifest.catalog import Catalog
-from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, StagedLost
+from subscriber.disk import FULL
+from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, StagedLost, StagingFull
 from subscriber.sglang import live
 from subscriber.sglang.boxes import BoxMap
 from subscriber.sglang.host import Ack, Host
@@ -210,7 +211,7 @@ class Rank:
         began = time.perf_counter()
         job = self._open(request, map_)
         vectors = memories.vectors()
-        with job.files.writer("old") as writer:
+        with _writing(job.files.path("old")), job.files.writer("old") as writer:
             for piece, targets in zip(job.files.order.pieces, job.targets, strict=True):
                 with self._undisturbed(writes):
                     old = live.gather(vectors[piece.memory], piece, targets)
@@ -371,10 +372,21 @@ def _read(path: Path, wanted: str) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """A file for the daemon. Raises StagedLost."""
-    try:
+    with _writing(path):
         path.write_bytes(data)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The block writes a file for the daemon. Raises StagedLost, StagingFull."""
+    try:
+        yield
     except OSError as error:
+        if error.errno in FULL:
+            raise StagingFull(
+                f"{path} cannot be written inside the server: {error}",
+                hint="free space there, or set staging_dir to a larger file system that the server sees",
+            ) from error
         raise StagedLost(
             f"{path} cannot be written inside the server: {error}",
             hint="let the server's user write in the subscriber's staging_dir, under the same path",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from chunkstore.open import StoreConfig, open_store
 from chunkstore.posix import PosixStore
 from deltasync.cli import main
 from deltasync.s3server import BUCKET, CREDENTIALS, EmbeddedS3Server
+from tests.support.crashes import age
 from tests.support.streams import StreamBuilder, random_weights
 
 SHAPES = {"w": (40, 50), "b": (50,)}
@@ -199,14 +199,6 @@ def test_compact_stores_the_newest_version_whole(
     assert main(["store", "verify", url]) == 0
 
 
-def age(directory: Path, seconds: float) -> None:
-    """Make everything below `directory` that much older."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            then = path.stat().st_mtime - seconds
-            os.utime(path, (then, then))
-
-
 def test_gc_deletes_exactly_what_a_dry_run_lists(
     stream: StreamBuilder, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,27 +222,6 @@ def test_gc_deletes_exactly_what_a_dry_run_lists(
     assert (seen["floor"], seen["needed_from"], seen["dry_run"]) == (1, 2, True)
     assert main(["store", "verify", url]) == 0
     assert "removed by garbage collection: 1 version" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_killed_gc_is_finished_by_the_next(
-    nth: int, stream: StreamBuilder, url: str, tmp_path: Path
-) -> None:
-    stream.per_chunk = 1
-    stream.train(0.5, steps=2)
-    stream.alternate(4)
-    age(tmp_path / "store", 3 * 3600)
-    command = [sys.executable, "-m", "deltasync.cli", "store", "gc", url, "--grace", "2h"]
-    killed = subprocess.run(
-        command, env=os.environ | {"DELTASYNC_CRASH_AT": f"gc.before_delete:{nth}"}, timeout=60
-    )
-    assert killed.returncode == -signal.SIGKILL
-    assert main(["store", "gc", url, "--grace", "2h"]) == 0
-    left = {info.key for info in stream.store.list_after("chunks/")}
-    alternate = stream.log.read_alternate(4)
-    assert alternate is not None
-    assert left == {c.key for c in [*stream.manifests[4].chunks, *alternate.chunks]}
-    assert main(["store", "verify", url]) == 0
 
 
 @pytest.mark.parametrize("grace", ["0", "-1", "1w", "", "h", "1.5h"])

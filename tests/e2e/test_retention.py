@@ -1,10 +1,6 @@
 """Cold starts at any time: beside a publisher, garbage collection and compaction that never rest, or die midway."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +12,15 @@ from chunkstore.errors import ObjectMissing
 from chunkstore.memory import MemoryStore
 from chunkstore.posix import PosixStore
 from manifest.collect import delete_garbage, read_holdings
+from manifest.errors import LocalDiskError
+from manifest.export import export_checkpoint
 from manifest.gc import Policy, Reason, collectable
 from manifest.verify import verify_stream
 from publisher.compact import compact
 from publisher.errors import CompactionLate
 from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights, until
+from tests.support.crashes import DAY, age, assert_nothing_leaks, command, dies_at, succeeds
+from tests.support.faults import FaultStore
 from tests.support.streams import StreamBuilder
 
 GRACE = 1.0
@@ -126,31 +126,71 @@ def test_one_that_follows_is_never_left_behind(tmp_path: Path) -> None:
             worker.restart()
 
 
+GC = [
+    "probe.before_delete",
+    "gc.before_delete:1",
+    "gc.before_delete:2",
+    "gc.before_delete:4",
+    "chunkstore.posix.before_unlink:3",
+    "chunkstore.posix.after_unlink:3",
+    "gc.after_delete:3",
+]
+COMPACT = [
+    "publisher.before_chunk",
+    "publisher.after_chunk",
+    "publisher.after_chunks",
+    "compact.before_anchor",
+    "compact.after_anchor",
+]
+EXPORT = ["export.before_rename", "export.after_rename"]
+
+
 @pytest.mark.parametrize(
-    ("command", "point"),
-    [
-        ("gc", "gc.before_delete:2"),
-        ("gc", "gc.before_delete:4"),
-        ("compact", "publisher.before_chunk"),
-        ("compact", "publisher.after_chunks"),
-        ("compact", "compact.before_anchor"),
-        ("compact", "compact.after_anchor"),
-    ],
-)
-def test_a_cold_start_after_either_was_killed(command: str, point: str, tmp_path: Path) -> None:
-    builder = StreamBuilder(PosixStore(tmp_path / "store"), small_weights(), per_chunk=1)
+    ("name", "point"), [("gc", p) for p in GC] + [("compact", p) for p in COMPACT] + [("export", p) for p in EXPORT]
+)  # fmt: skip
+def test_whichever_is_killed_readers_go_on_and_a_second_run_leaves_nothing(
+    name: str, point: str, tmp_path: Path
+) -> None:
+    store, scratch = tmp_path / "store", tmp_path / "scratch"
+    scratch.mkdir()
+    builder = StreamBuilder(PosixStore(store), small_weights(), per_chunk=1)
     builder.train(0.3, steps=3)
     builder.alternate(2)
-    for path in (tmp_path / "store").rglob("*"):
-        if path.is_file():
-            os.utime(path, (1e9, 1e9))
-    arguments = [sys.executable, "-m", "deltasync.cli", "store", command, str(tmp_path / "store")]
-    killed = subprocess.run(arguments, env=os.environ | {"DELTASYNC_CRASH_AT": point}, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    worker = Worker(tmp_path, builder)
-    asyncio.run(worker.subscriber.run(once=True))
-    assert worker.holds(3)
-    assert subprocess.run(arguments, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
-    late = Worker(tmp_path, builder, id="late")
-    asyncio.run(late.subscriber.run(once=True))
-    assert late.holds(3)
+    age(store, 2 * DAY)
+    more = {"compact": ["--scratch", str(scratch)], "export": [str(scratch / "out")], "gc": []}[name]
+    dies_at(point, command, "store", name, str(store), *more)
+    Worker(tmp_path, builder).check_cold_start(3)
+    if point != "export.after_rename":
+        succeeds(command, "store", name, str(store), *more)
+    Worker(tmp_path, builder, id="late").check_cold_start(3)
+    assert [path.name for path in scratch.rglob("*")] == (
+        ["out", "model.safetensors"] if name == "export" else []
+    )
+    assert_nothing_leaks(store)
+
+
+def test_an_export_that_was_killed_among_its_files_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    """Into a folder that exists they are moved one by one; what is there then is named, and never mixed."""
+    builder = StreamBuilder(PosixStore(tmp_path / "store"), small_weights())
+    out = tmp_path / "out"
+    out.mkdir()
+    dies_at("export.mid_move", command, "store", "export", builder.store.url, str(out))
+    with pytest.raises(LocalDiskError) as caught:
+        export_checkpoint(builder.store, 0, out)
+    assert "interrupted: empty it" in caught.value.hint
+    for path in out.glob("*.safetensors"):
+        path.unlink()
+    export_checkpoint(builder.store, 0, out)
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
+def test_two_exports_to_one_place_do_not_mix(tmp_path: Path) -> None:
+    builder = StreamBuilder(PosixStore(tmp_path / "store"), small_weights())
+
+    def race(operation: str, key: str) -> None:
+        if operation == "get" and key.startswith("chunks/"):
+            with pytest.raises(LocalDiskError, match="another export is writing"):
+                export_checkpoint(builder.store, 0, tmp_path / "out")
+
+    export_checkpoint(FaultStore(builder.store, before=race), 0, tmp_path / "out")
+    assert [path.name for path in tmp_path.glob("*out*")] == ["out"]

@@ -1,17 +1,12 @@
 """Compaction: an anchor of any version, built from the store alone, proved before it is one."""
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from chunkstore.errors import ConfigError, CorruptObject, ObjectMissing
 from chunkstore.memory import MemoryStore
-from chunkstore.posix import PosixStore
 from manifest.collect import delete_garbage, read_holdings
 from manifest.gc import Policy, collectable
 from manifest.history import find_plan
@@ -136,26 +131,6 @@ def test_a_signed_stream_gets_a_signed_anchor_or_none() -> None:
     log = VersionLog(stream.store, stream.log.stream, trust=signer.trust, signer=signer)
     assert compact(log, 1, GRACE).signature is not None
     assert verify_stream(stream.store, trust=signer.trust).ok
-
-
-@pytest.mark.parametrize(
-    "point", ["publisher.before_chunk", "publisher.after_chunks", "compact.before_anchor", "compact.after_anchor"]
-)  # fmt: skip
-def test_killed_anywhere_it_leaves_a_sound_stream_and_only_garbage(point: str, tmp_path: Path) -> None:
-    stream = StreamBuilder(PosixStore(tmp_path / "store"), random_weights(SHAPES, DTYPES))
-    stream.train(0.3, steps=3)
-    command = [sys.executable, "-m", "deltasync.cli", "store", "compact", str(tmp_path / "store")]
-    killed = subprocess.run(command, env=os.environ | {"DELTASYNC_CRASH_AT": point}, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert verify_stream(stream.store).ok
-    again = subprocess.run([*command, "--json"], timeout=60, stdout=subprocess.DEVNULL)
-    assert again.returncode == 0
-    anchor = stream.log.read_alternate(3)
-    assert anchor is not None
-    past = Policy(grace=-3600)
-    delete_garbage(stream.store, collectable(read_holdings(stream.log, past), past).objects)
-    assert chunk_keys(stream) == {ref.key for m in (stream.manifests[3], anchor) for ref in m.chunks}
-    assert verify_stream(stream.store).ok
 
 
 def test_a_running_compaction_is_safe_from_garbage_collection(stream: StreamBuilder) -> None:

@@ -13,10 +13,10 @@ import torch
 import deltasync
 from chunkstore.posix import PosixStore
 from manifest.log import VersionLog, open_stream
-from manifest.verify import verify_stream
 from tests.publisher.gloo_rank import main
 from tests.publisher.ranks import Model
 from tests.publisher.zoo import published
+from tests.support.crashes import assert_nothing_leaks
 from tests.support.processes import PROCESSES
 
 STEPS = 3
@@ -76,7 +76,7 @@ class World:
         for name, tensor in checkpoint["model"].items():
             wire = tensor.bfloat16().view(torch.uint16) if tensor.is_floating_point() else tensor
             assert np.array_equal(found[name], wire.reshape(-1).numpy().view(found[name].dtype)), name
-        assert not verify_stream(self.store).problems
+        assert_nothing_leaks(self.root / "stream")
 
 
 @pytest.fixture
@@ -89,12 +89,15 @@ def world(tmp_path: Path) -> World:
     [
         (0, "coordinator.before_call:3", 2),
         (0, "coordinator.after_call:3", 3),
+        (0, "coordinator.before_call:5", 2),  # that nothing has changed
+        (0, "coordinator.after_call:5", 1),
         (0, "publisher.before_chunk:2", 1),
         (0, "coordinator.after_parts:3", 2),
         (0, "publisher.before_manifest:3", 3),
         (0, "publisher.after_manifest:3", 2),
         (0, "publisher.before_manifest:1", 2),
         (1, "publisher.before_chunk:2", 3),
+        (1, "publisher.after_chunk:2", 2),
         (1, "writer.before_part:3", 2),
         (1, "writer.after_part:3", 1),
         (1, "writer.after_part:1", 2),
@@ -106,10 +109,21 @@ def test_a_rank_killed_anywhere(world: World, rank: int, point: str, then: int) 
     world.check()
 
 
-@pytest.mark.parametrize("point", ["coordinator.before_joined", "coordinator.after_joined"])
-def test_a_coordinator_killed_while_the_writers_join(world: World, point: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (0, "publisher.after_claim"),
+        (0, "coordinator.before_call"),
+        (0, "coordinator.after_call"),
+        (1, "writer.before_part"),
+        (1, "writer.after_part"),
+        (0, "coordinator.before_call:2"),
+        (0, "coordinator.after_call:2"),
+    ],
+)
+def test_killed_while_the_writers_join(world: World, rank: int, point: str) -> None:
     assert world.run(2, 1) == [0, 0]
-    assert world.run(2, STEPS, {0: point})[0] == -signal.SIGKILL
+    assert world.run(2, STEPS, {rank: point})[rank] == -signal.SIGKILL
     assert world.run(3, STEPS) == [0, 0, 0]
     world.check()
 

@@ -1,7 +1,7 @@
 """A small model with one of everything that a publisher meets, and its base checkpoint in mixed dtypes."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from chunkstore.memory import MemoryStore
 from chunkstore.store import Store
 from chunkstore.torch_dtypes import TORCH_DTYPES
+from manifest.catalog import Catalog
 from manifest.log import VersionLog, open_stream
 from manifest.restore import restore
 from publisher.publisher import Publisher
@@ -114,8 +115,15 @@ def published(store: Store, version: int) -> dict[str, npt.NDArray[np.unsignedin
 def live(publisher: Publisher, model: nn.Module) -> dict[str, npt.NDArray[np.unsignedinteger]]:
     """What the model's tensors are on the wire, by a plain cast: the truth that versions are compared with."""
     state = {k.replace("module.", "").replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
+    return wire_bits(publisher.catalog, state)
+
+
+def wire_bits(
+    catalog: Catalog, state: Mapping[str, torch.Tensor]
+) -> dict[str, npt.NDArray[np.unsignedinteger]]:
+    """The tensors of `catalog`, cast to its dtypes, as bit patterns."""
     out = {}
-    for spec in publisher.catalog.tensors:
+    for spec in catalog.tensors:
         cast = state[spec.name].detach().to(TORCH_DTYPES[spec.dtype]).reshape(-1).clone()
         width = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[spec.width]
         if spec.numel:

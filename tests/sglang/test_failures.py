@@ -227,9 +227,18 @@ def test_a_rank_that_hangs_while_it_writes(case: Case, caplog: pytest.LogCapture
 
 
 POINTS = (
-    "after_fetch", "after_stage", "after_gather", "after_load", "before_scatter", "after_pause", "mid_scatter",
-    "before_release", "before_resume", "before_record", "after_record",
-)  # fmt: skip
+    "subscriber.after_fetch",
+    "subscriber.after_stage",
+    "subscriber.after_gather",
+    "subscriber.after_load",
+    "subscriber.before_scatter",
+    "subscriber.after_pause",
+    "subscriber.mid_scatter",
+    "subscriber.before_release",
+    "subscriber.before_resume",
+    "subscriber.before_record",
+    "subscriber.after_record",
+)
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -238,7 +247,7 @@ def test_a_subscriber_that_is_killed(case: Case, point: str, lost: bool) -> None
     """In every phase; with all that it had staged, or without. The next one finishes, and never needs an anchor."""
     case.follower.subscriber.stop()
     case.trainer.publish()
-    assert case.follower.run_process(f"subscriber.{point}") == -signal.SIGKILL
+    assert case.follower.run_process(point) == -signal.SIGKILL
     if lost:
         shutil.rmtree(case.follower.config.staging_path)
     case.restart()

@@ -1,5 +1,6 @@
 """What the subscriber's tests share: small streams, real modules made for them, and one look at all live bits."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -226,6 +227,11 @@ class Worker:
     def holds(self, version: int) -> bool:
         """Whether the live bits are those of `version`."""
         return not differing(self.module, self.builder.weights[version])
+
+    def check_cold_start(self, version: int) -> None:
+        """It comes from nothing to `version` in one catch-up."""
+        asyncio.run(asyncio.wait_for(self.subscriber.run(once=True), TIMEOUT))
+        assert self.holds(version)
 
     def status(self) -> SubscriberStatus:
         """What the subscriber has published in the store."""

@@ -1,7 +1,6 @@
 """A rollout process whose weights outlive it: a module in file-backed shared memory."""
 
 import asyncio
-import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -62,8 +61,7 @@ def fleet_for(options: dict[str, Any]) -> tuple[dict[str, nn.Module], Fleet]:
     return modules, Fleet(config_for(options), engines)
 
 
-def run_until_killed(options: dict[str, Any], point: str) -> None:
-    """Catch up with the stream in a process that dies at the crash point `point`."""
-    os.environ["DELTASYNC_CRASH_AT"] = point
+def run_once(options: dict[str, Any]) -> None:
+    """Catch up with the stream, in a process of its own."""
     daemon = fleet_for(options)[1] if "names" in options else subscriber_for(options)[1]
     asyncio.run(daemon.run(once=True))

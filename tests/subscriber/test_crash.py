@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,31 @@ import pytest
 from chunkstore.posix import PosixStore
 from subscriber.daemon import Subscriber
 from tests.subscriber.parts import MIXED, SHAPES, differing, small_weights
-from tests.subscriber.shared_worker import run_until_killed, subscriber_for
-from tests.support.processes import PROCESSES
+from tests.subscriber.shared_worker import BOOT_ID, run_once, subscriber_for
+from tests.support.crashes import assert_nothing_leaks, dies_at
 from tests.support.streams import StreamBuilder
 
-POINTS = (
+BEFORE = (
+    "subscriber.before_fetched",
+    "subscriber.after_fetched",
     "subscriber.after_fetch",
+    "subscriber.mid_stage",
     "subscriber.after_stage",
-    "subscriber.before_scatter",
-    "subscriber.mid_scatter",
-    "subscriber.mid_scatter:4",
-    "subscriber.before_record",
-    "subscriber.after_record",
+    "subscriber.before_status:1",
+    "subscriber.after_status:1",
+    "journal.before_rename:2",
 )
-HALF_WRITTEN = {"subscriber.mid_scatter", "subscriber.mid_scatter:4"}
-WRITTEN = {"subscriber.before_record", "subscriber.after_record"}
-
-
-# Processes forked from a server that has imported torch: as real as any other, and there at once.
+BEGUN = ("journal.after_rename:2", "subscriber.before_scatter")
+HALF_WRITTEN = ("subscriber.mid_scatter", "subscriber.mid_scatter:4")
+WRITTEN = (
+    "subscriber.before_record",
+    "journal.before_rename:3",
+    "journal.after_rename:3",
+    "subscriber.after_record",
+    "subscriber.mid_sweep",
+    "subscriber.before_status:2",
+    "subscriber.after_status:2",
+)
 
 
 class World:
@@ -47,23 +53,29 @@ class World:
 
     def run_and_die(self, point: str) -> None:
         """One run in a process of its own that is killed at `point`."""
-        process = PROCESSES.Process(target=run_until_killed, args=(self.options, point))
-        process.start()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        dies_at(point, run_once, self.options)
 
     def run(self) -> Subscriber:
         """One run, here, until everything is caught up with."""
         _, subscriber = subscriber_for(self.options)
         asyncio.run(subscriber.run(once=True))
+        self.check_nothing_is_left(subscriber)
         return subscriber
+
+    def check_nothing_is_left(self, subscriber: Subscriber) -> None:
+        """Of all that it wrote, here and into the store, only what it needs."""
+        state, staging = subscriber.config.state_path, subscriber.config.staging_path
+        journal = f"journal-{BOOT_ID}.json"
+        assert {path.name for path in state.iterdir()} - {"staging"} == {"lock", journal}
+        assert [path for path in staging.rglob("*") if path.name != "chunks"] == []
+        assert_nothing_leaks(self.folder / "store")
 
     def holds(self, version: int) -> bool:
         module, _ = subscriber_for(self.options)
         return not differing(module, self.builder.weights[version])
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", BEFORE + BEGUN + HALF_WRITTEN + WRITTEN)
 def test_killed_while_applying_a_chain_then_restarted(point: str, tmp_path: Path) -> None:
     """FIELD_REPORTS: SkyRL#1902: every retry after a crash in the middle must heal, not alternate."""
     world = World(tmp_path)
@@ -72,14 +84,29 @@ def test_killed_while_applying_a_chain_then_restarted(point: str, tmp_path: Path
     world.builder.train(steps=3)
     world.run_and_die(point)
     assert world.holds(3) == (point in WRITTEN)
-    assert world.holds(0) == (point not in HALF_WRITTEN | WRITTEN)
+    assert world.holds(0) == (point in BEFORE + BEGUN)
     subscriber = world.run()
     assert world.holds(3)
     # What was begun is finished from its staged values; what was not is done again. Neither takes an anchor.
     applied = [(applied.version, applied.from_anchor) for applied in subscriber.report.timeline()]
-    assert applied == (
-        [] if point in HALF_WRITTEN | WRITTEN | {"subscriber.before_scatter"} else [(3, False)]
-    )
+    assert applied == ([(3, False)] if point in BEFORE else [])
+
+
+@pytest.mark.parametrize(
+    "point", ["journal.mid_begin", "subscriber.before_hold", "subscriber.after_hold", "journal.before_rename"]
+)
+def test_killed_where_what_is_live_is_found_to_be_no_version(point: str, tmp_path: Path) -> None:
+    """Somebody has written the weights while no subscriber ran; a journal of an earlier life lies there as well."""
+    world = World(tmp_path)
+    world.run()
+    weights = Path(world.options["weights"])
+    weights.write_bytes(bytes(weights.stat().st_size))
+    for name in ("journal-before.json", "journal-before.tmp", "reached.tmp"):
+        (tmp_path / "state" / "worker" / name).touch()
+    world.run_and_die(point)
+    subscriber = world.run()
+    assert world.holds(0)
+    assert [applied.from_anchor for applied in subscriber.report.timeline()] == [True]
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,8 @@ from tests.subscriber.parts import (
     small_weights,
     until,
 )
-from tests.subscriber.shared_worker import BOOT_ID, fleet_for, run_until_killed
-from tests.support.processes import PROCESSES
+from tests.subscriber.shared_worker import BOOT_ID, fleet_for, run_once
+from tests.support.crashes import dies_at
 from tests.support.streams import StreamBuilder
 
 NAMES = ("a", "b", "c")
@@ -277,10 +276,7 @@ def test_killed_with_both_journals_kept(point: str, tmp_path: Path) -> None:
     }
     asyncio.run(fleet_for(options)[1].run(once=True))
     builder.train(steps=2)
-    process = PROCESSES.Process(target=run_until_killed, args=(options, point))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    dies_at(point, run_once, options)
     for name in options["names"]:
         journal = Journal(tmp_path / "state" / "worker" / "servers" / name)
         journal.begin(BOOT_ID)

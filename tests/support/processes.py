@@ -7,5 +7,12 @@ import multiprocessing
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["tests.publisher.gloo_rank", "tests.publisher.ranks", "tests.subscriber.shared_worker"]
+    [
+        "deltasync.cli",
+        "tests.publisher.crashing_trainer",
+        "tests.publisher.gloo_rank",
+        "tests.publisher.ranks",
+        "tests.subscriber.shared_worker",
+        "tests.support.warm",
+    ]
 )
