@@ -32,8 +32,8 @@ WRITTEN = (
     "journal.after_rename:3",
     "subscriber.after_record",
     "subscriber.mid_sweep",
-    "subscriber.before_status:2",
-    "subscriber.after_status:2",
+    "subscriber.before_status:3",
+    "subscriber.after_status:3",
 )
 
 
