@@ -20,8 +20,6 @@ BEFORE = (
     "subscriber.after_fetch",
     "subscriber.mid_stage",
     "subscriber.after_stage",
-    "subscriber.before_status:1",
-    "subscriber.after_status:1",
     "journal.before_rename:2",
 )
 BEGUN = ("journal.after_rename:2", "subscriber.before_scatter")
@@ -32,8 +30,6 @@ WRITTEN = (
     "journal.after_rename:3",
     "subscriber.after_record",
     "subscriber.mid_sweep",
-    "subscriber.before_status:3",
-    "subscriber.after_status:3",
 )
 
 
@@ -90,6 +86,17 @@ def test_killed_while_applying_a_chain_then_restarted(point: str, tmp_path: Path
     # What was begun is finished from its staged values; what was not is done again. Neither takes an anchor.
     applied = [(applied.version, applied.from_anchor) for applied in subscriber.report.timeline()]
     assert applied == ([(3, False)] if point in BEFORE else [])
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("point", ["subscriber.before_status", "subscriber.after_status"])
+def test_killed_while_it_renews_its_lease(point: str, nth: int, tmp_path: Path) -> None:
+    """Whenever that is, beside everything else."""
+    world = World(tmp_path)
+    world.builder.train(steps=3)
+    world.run_and_die(f"{point}:{nth}")
+    world.run()
+    assert world.holds(3)
 
 
 @pytest.mark.parametrize(
