@@ -341,6 +341,7 @@ class Follower:
         self._ahead = set()
         # Whatever is wrong is found again, and reported, when its turn comes.
         with suppress(DeltasyncError, _StepFailed):
+            await asyncio.sleep(self._look_ahead)  # `target` was the newest a moment ago
             while True:
                 manifest = await self.read(version)
                 if manifest is None:

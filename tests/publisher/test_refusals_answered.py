@@ -62,13 +62,13 @@ def test_one_that_was_taken_starts_anew() -> None:
     assert answers.unanswered([lease("a", 15, applied=14)], 9, 15) == ["a"]
 
 
-def refuse(store: MemoryStore, version: int) -> None:
+def refuse(store: MemoryStore, version: int, name: str = "worker") -> None:
     """What a subscriber's status says."""
     status = {
         "stream": open_stream(store).id.hex(), "applied_version": version - 1, "needs_version": version - 1,
         "renew_seconds": 30.0, "refused": [{"version": version, "kind": "corrupt_object", "action": "reseed"}],
     }  # fmt: skip
-    store.put(status_key("worker"), json.dumps(status).encode())
+    store.put(status_key(name), json.dumps(status).encode())
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -93,4 +93,20 @@ def test_the_publisher_answers_with_an_anchor_of_its_own_accord() -> None:
         assert_identical(publisher, model, store, 2)
         step(model, optimizer)
         publisher.publish().result()
+        assert log.alternates() == [2]
+
+
+def test_fifty_subscribers_that_refuse_a_version_are_answered_with_one_anchor() -> None:
+    store = fresh_store()
+    model = nn.Linear(40, 30)
+    optimizer = adamw(model, lr=1e-6)
+    with attach(model, optimizer, store) as publisher:
+        log = VersionLog(store, open_stream(store))
+        publisher._feed._refusals._interval = 0.0  # type: ignore[attr-defined]
+        for number in range(50):
+            refuse(store, 1, f"worker-{number}")
+        for _ in range(4):
+            step(model, optimizer)
+            publisher.publish().result()
+            until(lambda: publisher._feed._refusals.wanted or bool(log.alternates()))  # type: ignore[attr-defined]
         assert log.alternates() == [2]
