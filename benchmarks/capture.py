@@ -58,7 +58,7 @@ def run(shard: Shard, record: StepRecord, find: Callable[..., Found | None]) -> 
     for start in range(0, shard.spec.numel, PIECE):
         found = find(shard, record, start, min(start + PIECE, shard.spec.numel))
         assert found is not None
-        found.prove(shard.coefficients)
+        found.prove(shard.fingerprint)
 
 
 def measure(elements: int, lr: float) -> dict[str, Any]:

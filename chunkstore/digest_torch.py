@@ -5,12 +5,14 @@ Functions take tensors of any dtype and read their bits; a tensor that is not co
 """
 
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import torch
 
 from chunkstore.digest import ROW, ROW_BITS, U64, Coefficients, lanes_per_element, row_pieces
+from chunkstore.regions import Region
 
 _CPU_ROWS: Final = 32  # rows per temporary: 1 MiB of int64, which a core's cache holds
 _DEVICE_ROWS: Final = 1 << 12  # 128 MiB of int64: enough to fill a large device
@@ -98,17 +100,55 @@ def _row_digests(coefficients: Coefficients, bits: torch.Tensor, start: int) -> 
     return sums.mul_(_to(coefficients.a_run(first_row, len(sums)), bits.device))
 
 
+def box_block_digests(
+    coefficients: Coefficients, bits: torch.Tensor, box: Region, start: int = 0, block: int = 16384
+) -> torch.Tensor:
+    """The same of elements that do not lie together: those number `start` and up of `box`, in its order."""
+
+    def lanes_of(first: int, last: int) -> torch.Tensor:
+        return _lane_indices(box, start + first, start + last, per, bits.device)
+
+    per = lanes_per_element(bits.element_size())
+    return _block_digests_at(coefficients, bits, block, lanes_of)
+
+
+def _lane_indices(box: Region, first: int, last: int, per: int, device: torch.device) -> torch.Tensor:
+    """The lanes of elements number `first` … `last` of `box`, `per` of each."""
+    positions = torch.arange(first, last, device=device)
+    at = torch.full_like(positions, box.start)
+    for size, stride in zip(reversed(box.size), reversed(box.stride), strict=True):
+        at += (positions % size) * stride
+        positions = positions // size
+    return at if per == 1 else (at[:, None] * per + torch.arange(per, device=device)).reshape(-1)
+
+
 def _unaligned_block_digests(
     coefficients: Coefficients, bits: torch.Tensor, start: int, block: int
 ) -> torch.Tensor:
+    per = lanes_per_element(bits.element_size())
+
+    def lanes_of(first: int, last: int) -> torch.Tensor:
+        return torch.arange((start + first) * per, (start + last) * per, device=bits.device)
+
+    return _block_digests_at(coefficients, bits, block, lanes_of)
+
+
+def _block_digests_at(
+    coefficients: Coefficients,
+    bits: torch.Tensor,
+    block: int,
+    lanes_of: Callable[[int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Block digests where `lanes_of` tells the lanes of a run of elements, counted within `bits`."""
     lanes, c = _lanes(bits), _to(coefficients.c, bits.device)
     per = lanes_per_element(bits.element_size())
-    each, first = block * per, start * per
-    piece = each * max(1, (_PIECE if bits.device.type == "cpu" else _DEVICE_PIECE) // each)
+    each, count = block * per, len(lanes) // per
+    piece = block * max(1, (_PIECE if bits.device.type == "cpu" else _DEVICE_PIECE) // each)
     sums = [torch.empty(0, dtype=torch.int64, device=bits.device)]
-    for i in range(0, len(lanes), piece):
-        part = lanes[i : i + piece].to(torch.int64)
-        part *= _weights(coefficients, torch.arange(first + i, first + i + len(part), device=bits.device), c)
+    for first in range(0, count, piece):
+        last = min(first + piece, count)
+        part = lanes[first * per : last * per].to(torch.int64)
+        part *= _weights(coefficients, lanes_of(first, last), c)
         part = torch.nn.functional.pad(part, (0, -len(part) % each))
         sums.append(part.reshape(-1, each).sum(1))
     return torch.cat(sums)

@@ -83,13 +83,18 @@ def runs(region: Region, start: int, stop: int) -> Iterator[tuple[Indices, int]]
 
     Yields (first indices, length of each of these runs); few distinct lengths occur, and at most PIECE runs a time.
     """
-    length = region.size[-1] if region.stride and region.stride[-1] == 1 else 1
-    outer = len(region.size) - 1 if region.stride and region.stride[-1] == 1 else len(region.size)
-    for rows, column, part in run_rows(
+    yield from runs_at(
+        region,
         count_below(start, region.start, region.size, region.stride),
         count_below(stop, region.start, region.size, region.stride),
-        length,
-    ):
+    )
+
+
+def runs_at(region: Region, first: int, last: int) -> Iterator[tuple[Indices, int]]:
+    """The same of those elements that are number `first` … `last` of the region."""
+    length = region.size[-1] if region.stride and region.stride[-1] == 1 else 1
+    outer = len(region.size) - 1 if region.stride and region.stride[-1] == 1 else len(region.size)
+    for rows, column, part in run_rows(first, last, length):
         yield region.start + column + offsets(rows, region.size[:outer], region.stride[:outer])[0], part
 
 

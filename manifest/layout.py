@@ -12,9 +12,9 @@ from manifest.sections import Columns, SectionRef, Sections
 def check_layout(manifest: Manifest, catalog: Catalog) -> None:
     """Raise ManifestInvalid, naming the version and every offending tensor, unless `manifest` fits `catalog`.
 
-    There is one digest per tensor and the root follows from them. Sections lie inside their tensors and do
-    not overlap; a sparse one belongs to a dtype that may be sent sparsely. The sections of an anchor are
-    whole and tile every tensor; a tensor without elements has none.
+    There is one digest per tensor and the root follows from them. Sections lie inside their tensors and store no
+    element twice, as far as ranges and counts tell; a sparse one belongs to a dtype that may be sent sparsely. The
+    sections of an anchor store every element; a tensor without elements has none.
     """
     name = f"manifest of version {manifest.version} ({manifest_key(manifest.version)})"
     if manifest.catalog != catalog.hash:
@@ -46,26 +46,45 @@ def section_problem(section: SectionRef, spec: TensorSpec) -> str | None:
 
 
 def _problems(sections: Columns, catalog: Catalog) -> list[str]:
-    """What is wrong with `sections`, columns of Sections in the order of their tensors and starts."""
-    tensor, start, stop, whole, _ = sections
+    """What is wrong with `sections`, columns of Sections in the order of their tensors and starts.
+
+    Ranges of writers whose shards interleave overlap, but not where both are whole.
+    """
+    tensor, _, stop, whole, _ = sections
     numel = np.array([spec.numel for spec in catalog.tensors], np.int64)
     sparse = np.array([spec.sparse for spec in catalog.tensors], np.bool_)
     suspects = np.flatnonzero((stop > numel[tensor]) | ((whole == 0) & ~sparse[tensor]))
     refs = Sections(sections[:, suspects])
     problems = [section_problem(ref, catalog.tensors[ref.tensor]) for ref in refs]
+    tensor, start, stop, _, _ = sections[:, whole != 0]
     overlaps = 1 + np.flatnonzero((tensor[1:] == tensor[:-1]) & (stop[:-1] > start[1:]))
-    return [problem for problem in problems if problem] + [
-        f"{catalog.tensors[tensor[i]].name!r} has two sections over element {start[i]}" for i in overlaps
+    stored = _stored(sections, catalog)
+    return [
+        *(problem for problem in problems if problem),
+        *(
+            f"{catalog.tensors[tensor[i]].name!r} has two whole sections over element {start[i]}"
+            for i in overlaps
+        ),
+        *(
+            f"{catalog.tensors[i].name!r} has {numel[i]} elements, its sections store {stored[i]}"
+            for i in np.flatnonzero(stored > numel)
+        ),
     ]
 
 
 def _untiled(sections: Columns, catalog: Catalog) -> list[str]:
-    """Tensors that disjoint `sections` do not cover whole."""
-    tensor, start, stop, whole, _ = sections
-    covered = np.zeros(len(catalog.tensors), np.int64)
-    np.add.at(covered, tensor, np.where(whole, stop - start, 0))
+    """Tensors that `sections`, which store no element twice, do not give whole."""
+    covered = _stored(sections, catalog)
     return [
         f"{spec.name!r} has {spec.numel} elements, the anchor holds {n}"
         for spec, n in zip(catalog.tensors, covered.tolist(), strict=True)
         if n != spec.numel
     ]
+
+
+def _stored(sections: Columns, catalog: Catalog) -> Columns:
+    """How many elements of each tensor are stored."""
+    tensor, _, _, _, changed = sections
+    stored = np.zeros(len(catalog.tensors), np.int64)
+    np.add.at(stored, tensor, changed)
+    return stored

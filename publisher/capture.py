@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 
-from chunkstore.digest_torch import block_digests
 from publisher.changes import BLOCK, Bits16, Digests, Offsets
 from publisher.find import Found, find, find_copied
 from publisher.optimizers import StepRecord, fits
@@ -87,7 +86,7 @@ def capture_snapshot(shard: Shard) -> None:
     for start, bits in shard.pieces():
         kept = shard.part_of(snapshot, start, start + len(bits))
         local = (bits != kept).nonzero().flatten()
-        digests = block_digests(shard.coefficients, bits, start, BLOCK).cpu().numpy().view(np.uint64)
+        digests = shard.fingerprint.blocks(bits, start)
         old = kept[local].cpu().numpy().view(np.uint16)
         found.add(shard, start, digests, (local + start).cpu().numpy(), old)
         kept.copy_(bits)
@@ -135,7 +134,7 @@ class _Capture:
 
     def absorb(self, found: Found) -> None:
         shard = self.shard
-        proved = found.prove(shard.coefficients)
+        proved = found.prove(shard.fingerprint)
         keep = proved[found.block] & (found.old != found.new)
         self.changed.add(shard, found.start, found.digests, found.local[keep] + found.start, found.old[keep])
         self.unproved.append(np.flatnonzero(~proved) + found.start // BLOCK)

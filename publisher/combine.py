@@ -53,13 +53,14 @@ def combine(call: Call, catalog: Catalog, parts: Sequence[Part], committed: U64 
         for shard in part.shards:
             base[shard.tensor] += shard.base
             digests[shard.tensor] += shard.digest
-    whole: Counter[int] = Counter()
+    # Where every element is stored, none is a difference: a section is one only if it stores a third or less.
+    stored: Counter[int] = Counter()
     for section in _sections(parts):
-        whole[section.tensor] += section.changed if section.whole else 0
+        stored[section.tensor] += section.changed
     stale = [
         tensor
         for tensor, spec in enumerate(catalog.tensors)
-        if whole[tensor] < spec.numel and (committed is None or base[tensor] & _MASK != committed[tensor])
+        if stored[tensor] < spec.numel and (committed is None or base[tensor] & _MASK != committed[tensor])
     ]
     totals = np.array([digest & _MASK for digest in digests], np.uint64)
     return Combined(totals, [c for p in parts for c in p.chunks], _total([p.stats for p in parts]), stale)

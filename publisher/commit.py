@@ -146,8 +146,8 @@ class Attempt:
 
     def _version(self, digests: npt.NDArray[np.uint64], chunks: list[ChunkRef], stats: Stats) -> Manifest:
         """The manifest of what leads from the base to `digests`: an anchor if that is every element."""
-        _, _, _, whole, changed = Sections.joined(chunk.sections for chunk in chunks)
-        everything = int(changed[whole != 0].sum())
+        changed = Sections.joined(chunk.sections for chunk in chunks)[-1]
+        everything = int(changed.sum())  # if it is all, none is a difference: see `combine`
         anchor = self.base is None or everything == sum(t.numel for t in self.catalog.tensors)
         base = None if anchor else self.base
         self.seconds = dict(stats.seconds)

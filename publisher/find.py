@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from chunkstore.difference import order, unorder
-from chunkstore.digest import Coefficients
-from chunkstore.digest_torch import block_digests
 from manifest.catalog import TensorSpec
 from publisher import kernel
 from publisher.changes import BLOCK, Bits16, Digests, Flags, Offsets
+from publisher.fingerprint import Fingerprint
 from publisher.inversion import Hyper, bits16, reconstruct
 from publisher.optimizers import StepRecord
 from publisher.proof import Terms, block_sums, find_flips
@@ -68,12 +67,12 @@ class Found:
         flags: Flags = self.low != self.high
         return flags
 
-    def prove(self, coefficients: Coefficients) -> Flags:
+    def prove(self, fingerprint: Fingerprint) -> Flags:
         """Which blocks are bit-exact, `old` included: their reconstruction has the kept digest."""
         proved: Flags = self.missing == 0
         for block in np.flatnonzero(~proved):
             uncertain = np.flatnonzero((self.block == block) & self.uncertain)
-            weights = element_weights(coefficients, self.local[uncertain] + self.start)
+            weights = fingerprint.weights(self.local[uncertain] + self.start)
             proved[block] = self._settle(uncertain, weights, self.missing[block])
         return proved
 
@@ -148,14 +147,14 @@ def find_copied(shard: Shard, start: int, stop: int) -> Found:
 
 def compare_reference(shard: Shard, new: torch.Tensor, old: torch.Tensor, start: int) -> Found:
     """What differs between int16 bits from element `start` on. In plain torch, on any device."""
-    digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
+    digests = shard.fingerprint.blocks(new, start)
     kept, skip = _history(shard, start, start + len(new))
     moved = (digests != kept) & ~skip
     local = (new != old).nonzero().flatten()
     local = local[torch.from_numpy(moved).to(local.device)[local // BLOCK]]
     now, base = (bits[local].cpu().numpy().view(np.uint16) for bits in (new, old))
     found = Found(start, digests, np.zeros_like(digests), local.cpu().numpy(), now, base, low=base, high=base)
-    found.missing[moved] = (kept - _before(found, shard.coefficients))[moved]
+    found.missing[moved] = (kept - _before(found, shard.fingerprint))[moved]
     return found
 
 
@@ -164,8 +163,9 @@ def compare_compiled(shard: Shard, new: torch.Tensor, old: torch.Tensor, start: 
     kept, skip = _history(shard, start, start + len(new))
     now, base = (bits.numpy().view(np.uint16) for bits in (new, old))
     digests, missing, (local, _) = np.empty_like(kept), np.empty_like(kept), _SCRATCH.room(len(now))
-    rows = shard.coefficients.a_run(start >> 12, len(kept) * _ROWS)
-    count = kernel.compare(now, base, kept, skip, rows, shard.coefficients.c, digests, missing, local)
+    coefficients, weights = shard.fingerprint.coefficients, shard.fingerprint.run(start, start + len(now))
+    rows = coefficients.a_run(start >> 12, len(kept) * _ROWS)
+    count = kernel.compare(now, base, kept, skip, rows, coefficients.c, weights, digests, missing, local)
     local = local[:count].copy()
     now, base = now[local], base[local]
     return Found(start, digests, missing, local, now, base, low=base, high=base)
@@ -177,7 +177,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     assert record.v is not None
     theta = shard.part_of(shard.tensor, start, stop)
     new = bits16(theta, shard.wire)
-    digests = block_digests(shard.coefficients, new, start, BLOCK).cpu().numpy().view(np.uint64)
+    digests = shard.fingerprint.blocks(new, start)
     kept, skip = _history(shard, start, stop)
     moved = (digests != kept) & ~skip
     missing, empty = np.zeros_like(digests), np.empty(0, np.uint16)
@@ -189,7 +189,7 @@ def find_reference(shard: Shard, record: StepRecord, start: int, stop: int) -> F
     flagged = flagged[torch.from_numpy(moved).to(flagged.device)[flagged // BLOCK]]
     bits = (x[flagged].cpu().numpy().view(np.uint16) for x in (new, known.guess, known.low, known.high))
     found = Found(start, digests, missing, flagged.cpu().numpy(), *bits)
-    missing[moved] = (kept - _before(found, shard.coefficients))[moved]
+    missing[moved] = (kept - _before(found, shard.fingerprint))[moved]
     return found
 
 
@@ -199,12 +199,12 @@ def find_compiled(shard: Shard, record: StepRecord, start: int, stop: int) -> Fo
     assert record.v is not None
     theta, m, v = (shard.part_of(x, start, stop).numpy() for x in (shard.tensor, record.m, record.v))
     kept, skip = _history(shard, start, stop)
-    hyper, coefficients = record.hyper, shard.coefficients
+    hyper, coefficients = record.hyper, shard.fingerprint.coefficients
     digests, missing = np.empty_like(kept), np.empty_like(kept)
     local, bits = _SCRATCH.room(stop - start + 1)  # the last candidate is written before it is judged
     count = kernel.scan(
         theta, m, v, kept, skip,
-        coefficients.a_run(start >> 12, len(kept) * _ROWS), coefficients.c,
+        coefficients.a_run(start >> 12, len(kept) * _ROWS), coefficients.c, shard.fingerprint.run(start, stop),
         np.float32(hyper.lr / (1.0 - hyper.beta1**record.step)),
         np.float32(math.sqrt(1.0 - hyper.beta2**record.step)),
         np.float32(hyper.eps), hyper.decay,
@@ -225,16 +225,9 @@ def compile_ahead() -> None:
     compare_compiled(shard, shard.bits(one), shard.bits(one), 0)
 
 
-def element_weights(coefficients: Coefficients, offsets: Offsets) -> Terms:
-    """A·C of each element of a 16-bit tensor (docs/FORMAT.md, "Digest"); uint64."""
-    lanes = offsets.astype(np.uint64)
-    weights: Terms = coefficients.a(lanes >> np.uint64(12)) * coefficients.c[offsets & 4095]
-    return weights
-
-
-def _before(found: Found, coefficients: Coefficients) -> Digests:
+def _before(found: Found, fingerprint: Fingerprint) -> Digests:
     """Digests of the blocks with the old bits in place of the new ones."""
-    terms = element_weights(coefficients, found.local + found.start) * _difference(found.new, found.old)
+    terms = fingerprint.weights(found.local + found.start) * _difference(found.new, found.old)
     return found.digests - block_sums(terms, found.block, len(found.digests))
 
 

@@ -15,14 +15,21 @@ from publisher.shard import Shard
 
 @dataclass(frozen=True)
 class Owned:
-    """A range of one canonical tensor that this process owns: what its optimizer steps, or what nothing steps.
+    """A shard of one canonical tensor that this process owns: what its optimizer steps, or what nothing steps.
 
-    `tensor` holds, row-major, the elements of `name` from flat index `start` on, as many as it has.
+    `tensor` holds, row-major, the elements of `name` from flat index `start` on, as many as it has; with `stride`, one
+    per dimension of `tensor`, a box of them: its element k⃗ is element `start` + k⃗·`stride` of `name`. So columns 4 to 7
+    of a matrix with rows of 16 are a tensor of 4 columns, `start` 4, `stride` (16, 1).
     """
 
     name: str
     tensor: torch.Tensor
     start: int = 0
+    stride: Sequence[int] | None = None
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        return None if self.stride is None else tuple(self.stride)
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Writer:
 
     `run`: the same text in all of them, and new with every start of the trainer. `owned`: this process's ranges; of all
     writers together they make up the model. None: every process has the whole model and steps all of it, as with DDP;
-    then the tensors are dealt out.
+    then the tensors are dealt out. `group`: the process group they are in, None: the default one, or none at all.
 
     Raises ConfigError.
     """
@@ -40,6 +47,7 @@ class Writer:
     world_size: int
     run: str
     owned: Sequence[Owned] | None = None
+    group: distributed.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= MAX_WRITERS:
@@ -60,7 +68,7 @@ class Writer:
         run = [secrets.token_hex(16)]
         first = 0 if group is None else distributed.get_global_rank(group, 0)
         distributed.broadcast_object_list(run, src=first, group=group)
-        return cls(distributed.get_rank(group), distributed.get_world_size(group), run[0], owned)
+        return cls(distributed.get_rank(group), distributed.get_world_size(group), run[0], owned, group)
 
 
 def shard_refs(sealed: Sequence[Sealed]) -> list[ShardRef]:
@@ -74,5 +82,8 @@ def current_refs(shards: Sequence[Shard]) -> list[ShardRef]:
 
 
 def _shard_ref(shard: Shard, base: int, digest: int) -> ShardRef:
-    size, stride = ([shard.numel], [1]) if shard.numel > 1 else ([], [])
-    return ShardRef(tensor=shard.id, start=shard.start, size=size, stride=stride, base=base, digest=digest)
+    region = shard.region
+    return ShardRef(
+        tensor=shard.id, start=region.start, size=list(region.size), stride=list(region.stride),
+        base=base, digest=digest,
+    )  # fmt: skip

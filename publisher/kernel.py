@@ -90,6 +90,44 @@ def _digest_block(theta, a, c):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def weigh(firsts, length, seed, c, weights):  # type: ignore[no-untyped-def]
+    """A·C of every element of runs of `length`, which begin at flat indices `firsts`: splitmix64 as in FORMAT.md."""
+    k = 0
+    for first in firsts:
+        row, a = -1, _U64(0)
+        for i in range(first, first + length):
+            if i >> 12 != row:
+                row = i >> 12
+                z = seed + (_U64(row) + _U64(1)) * _U64(0x9E3779B97F4A7C15)
+                z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+                z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
+                a = (z ^ (z >> _U64(31))) | _U64(1)
+            weights[k] = a * c[i & 4095]
+            k += 1
+
+
+@_compiled
+def weighted_digests(values, weights, digests):  # type: ignore[no-untyped-def]
+    """Digest of each block of uint16 bits, given the weight of every element."""
+    for block in range(digests.size):
+        digest = _U64(0)
+        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, values.size)):
+            digest += weights[i] * _U64(values[i])
+        digests[block] = digest
+
+
+@_compiled
+def _digest_weighted(theta, weights):  # type: ignore[no-untyped-def]
+    """As `_digest_block`, given the weight of every element."""
+    digest, largest = _U64(0), _U32(0)
+    for j in range(theta.size):
+        x = _bits(theta[j])
+        digest += weights[j] * _U64(_bf16(x))
+        largest = max(largest, _U32(x & _EXPONENT))
+    return digest, largest
+
+
+@_compiled
 def _candidates(theta, m, v, size, correction, eps, back, flags):  # type: ignore[no-untyped-def]
     """Set flags[j] where the element may have changed, or where a bound is not finite.
 
@@ -165,12 +203,13 @@ def _exactly(theta, m, v, size, correction, eps, decay, u, old, radius, now, gue
 
 @_compiled
 def scan(  # type: ignore[no-untyped-def]
-    theta, m, v, kept, skip, a, c, size, correction, eps, decay, digests, missing, local, bits
+    theta, m, v, kept, skip, a, c, weights, size, correction, eps, decay, digests, missing, local, bits
 ):
     """Invert a run of whole blocks of one parameter; the last one may be short. Returns the number found, or −1.
 
     theta, m, v: fp32, flat. kept, skip: uint64 and bool per block; blocks to skip are digested only. a, c: the
-    coefficients of the run's rows and of a row. size, correction, eps: fp32; decay: fp64 (`_update`, `Hyper.decay`).
+    coefficients of the run's rows and of a row. weights: uint64, of every element, in place of a and c unless empty.
+    size, correction, eps: fp32; decay: fp64 (`_update`, `Hyper.decay`).
 
     Fills, per block, `digests` of the new bits and `missing`, kept minus the reconstruction's digest (0 where skipped);
     and, per element whose bounds do not both equal its new bits, `local` offset and `bits` [4, …]: new, guess, low,
@@ -182,7 +221,10 @@ def scan(  # type: ignore[no-untyped-def]
     found = 0
     for block in range(kept.size):
         first, end = block * _BLOCK, min((block + 1) * _BLOCK, theta.size)
-        digest, largest = _digest_block(theta[first:end], a[first // _ROW :], c)
+        if weights.size:
+            digest, largest = _digest_weighted(theta[first:end], weights[first:end])
+        else:
+            digest, largest = _digest_block(theta[first:end], a[first // _ROW :], c)
         if largest == _EXPONENT:
             return -1
         digests[block] = digest
@@ -207,7 +249,8 @@ def scan(  # type: ignore[no-untyped-def]
         difference = _U64(0)
         for k in range(count):
             i = chosen[k]
-            difference += a[i >> 12] * c[i & 4095] * (_U64(now[k]) - _U64(guess[k]))  # 0 unless it is found
+            weight = weights[i] if weights.size else a[i >> 12] * c[i & 4095]
+            difference += weight * (_U64(now[k]) - _U64(guess[k]))  # 0 unless it is found
             local[found] = i
             bits[0, found], bits[1, found], bits[2, found], bits[3, found] = now[k], guess[k], low[k], high[k]
             found += (low[k] != now[k]) | (high[k] != now[k])
@@ -216,7 +259,7 @@ def scan(  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def compare(new, old, kept, skip, a, c, digests, missing, local):  # type: ignore[no-untyped-def]
+def compare(new, old, kept, skip, a, c, weights, digests, missing, local):  # type: ignore[no-untyped-def]
     """Find where a run of whole blocks differs, and prove `old`; the last block may be short. Returns the number found.
 
     new, old: uint16 bits, flat. The rest as in `scan`; `local`: offsets of the elements of unskipped, changed blocks.
@@ -227,6 +270,11 @@ def compare(new, old, kept, skip, a, c, digests, missing, local):  # type: ignor
         digest, before = _U64(0), _U64(0)
         for start in range(first, end, _ROW):
             total, total_before = _U64(0), _U64(0)
+            if weights.size:
+                for i in range(start, min(start + _ROW, end)):
+                    digest += weights[i] * _U64(new[i])
+                    before += weights[i] * _U64(old[i])
+                continue
             for j in range(min(_ROW, end - start)):
                 total += c[j] * _U64(new[start + j])
                 total_before += c[j] * _U64(old[start + j])

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from chunkstore.codec import WINDOW, Section
-from chunkstore.digest_torch import block_digests
 from chunkstore.dtypes import Bits, bits_dtype
 from chunkstore.torch_dtypes import BIT_DTYPES
 from publisher.capture import CaptureStats, capture_snapshot
-from publisher.changes import BLOCK, Bits16, ChangeSet, Digests, Flags, Offsets
-from publisher.find import element_weights
+from publisher.changes import BLOCK, Bits16, ChangeSet, Flags, Offsets
+from publisher.placing import placed
 from publisher.proof import block_sums
 from publisher.shard import PIECE, Shard, Source
 
@@ -62,7 +61,8 @@ def sections(sealed: Sealed, stats: CaptureStats) -> Iterator[Section]:
     """Yield what to send, window by window; afterwards the shard's changes start anew from the bits read here."""
     shard = sealed.shard
     for start, bits in _windows(shard):
-        yield from _window(sealed, start, bits, stats)
+        for section in _window(sealed, start, bits, stats):
+            yield from placed(shard, section)
     sealed.digest = shard.kept_digest
     shard.changes = ChangeSet.empty()
 
@@ -71,7 +71,8 @@ def whole_sections(shard: Shard) -> Iterator[Section]:
     """The live tensor, whole, for an anchor."""
     spec = shard.spec
     for start, bits in _windows(shard):
-        yield Section(shard.id, spec.dtype, start, start + len(bits), None, _values(shard, bits))
+        section = Section(shard.id, spec.dtype, start, start + len(bits), None, _values(shard, bits))
+        yield from placed(shard, section)
 
 
 def restore(sealed: Sealed) -> None:
@@ -80,7 +81,7 @@ def restore(sealed: Sealed) -> None:
 
 
 def _windows(shard: Shard) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first flat index, inference bits) of each window; the bits are overwritten by the next one's."""
+    """(number of the first element, inference bits) of each window; the bits are overwritten by the next one's."""
     values = torch.empty(min(WINDOW, shard.numel), dtype=shard.wire, device=shard.tensor.device)
     for grid in range(shard.start - shard.start % WINDOW, shard.stop, WINDOW):
         start, stop = max(grid, shard.start), min(grid + WINDOW, shard.stop)
@@ -94,7 +95,7 @@ def _windows(shard: Shard) -> Iterator[tuple[int, torch.Tensor]]:
 def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats) -> Iterator[Section]:
     shard, changes = sealed.shard, sealed.changes
     stop, block = start + len(bits), start // BLOCK
-    now = _digests(shard, start, bits)
+    now = shard.fingerprint.blocks(bits, start)
     base = changes.base_digests(block, shard.kept_from(block, len(now)))
     edited = shard.moved(block, now)  # after the last hook: an EMA swap, a clamp, a reload, a buffer's update
     shard.move(edited, now[edited - block])
@@ -102,7 +103,7 @@ def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats)
     offsets, old = changes.offsets[first:last], changes.old[first:last]
     at = torch.from_numpy(offsets - start).to(bits.device)
     new = bits[at].cpu().numpy().view(np.uint16) if len(offsets) else np.empty(0, np.uint16)
-    terms = element_weights(shard.coefficients, offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
+    terms = shard.fingerprint.weights(offsets) * (new.astype(np.uint64) - old.astype(np.uint64))
     sums = base + block_sums(terms, offsets // BLOCK - block, len(now))
     whole = changes.is_whole(block, len(now))
     wrong = sums != now
@@ -115,15 +116,6 @@ def _window(sealed: Sealed, start: int, bits: torch.Tensor, stats: CaptureStats)
     whole |= wrong
     keep = (new != old) & ~whole[offsets // BLOCK - block]
     yield from _cut(shard, start, stop, bits, whole, (offsets - start)[keep], new[keep], old[keep])
-
-
-def _digests(shard: Shard, start: int, bits: torch.Tensor) -> Digests:
-    """Block digests of bits from index `start` on, which may begin inside a block."""
-    head = -start % BLOCK
-    parts = [block_digests(shard.coefficients, bits[:head], start, BLOCK)] if head else []
-    if head < len(bits):
-        parts.append(block_digests(shard.coefficients, bits[head:], start + head, BLOCK))
-    return torch.cat(parts).cpu().numpy().view(np.uint64)
 
 
 def _values(shard: Shard, bits: torch.Tensor) -> Bits:

@@ -7,11 +7,11 @@ from enum import StrEnum
 import numpy as np
 import torch
 
-from chunkstore.digest import Coefficients
-from chunkstore.digest_torch import block_digests
+from chunkstore.regions import Region
 from chunkstore.torch_dtypes import BIT_DTYPES, TORCH_DTYPES
 from manifest.catalog import TensorSpec
 from publisher.changes import BLOCK, ChangeSet, Digests, Offsets, block_count
+from publisher.fingerprint import Fingerprint
 
 PIECE = 64 * BLOCK
 """Elements handled at a time: temporaries of a few MB each, whatever the size of the tensor."""
@@ -32,6 +32,8 @@ class Shard:
 
     `tensor` holds the elements of the catalog's tensor from flat index `start` on, all of them or a range. Indices and
     block numbers are the catalog tensor's own everywhere; a range that begins inside a block has a short first one.
+    Or it holds a `box` of them that is no range, such as some columns of a matrix: then elements are numbered in
+    the box's order, from 0, and blocks are blocks of these numbers. Digests are the catalog tensor's in any case.
 
     `kept`: digest of each block after the last step seen. `changes`: since the base. `step`: the parameter's step
     count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone. `master`: what the
@@ -48,6 +50,7 @@ class Shard:
     snapshot: torch.Tensor | None = field(init=False, default=None)
     step: int = 0
     master: torch.Tensor | None = None
+    box: Region | None = None
 
     def __post_init__(self) -> None:
         self.kept = self.digests()
@@ -74,8 +77,13 @@ class Shard:
         return np.arange(self.first_block, self.first_block + len(self.kept))
 
     @property
-    def coefficients(self) -> Coefficients:
-        return Coefficients.of(self.spec.name)
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.spec.name, self.box)
+
+    @property
+    def region(self) -> Region:
+        """Which elements of the catalog's tensor these are; there are some."""
+        return Region.of(self.start, [self.numel], [1]) if self.box is None else self.box
 
     @property
     def wire(self) -> torch.dtype:
@@ -144,10 +152,10 @@ class Shard:
 
     def digests(self) -> Digests:
         """Block digests of the current bits: one read of the tensor."""
-        parts = [block_digests(self.coefficients, bits, start, BLOCK) for start, bits in self.pieces()]
-        joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64)
+        parts = [self.fingerprint.blocks(bits, start) for start, bits in self.pieces()]
+        joined = np.concatenate(parts) if parts else np.empty(0, np.uint64)
         assert len(joined) == (block_count(self.stop) - self.first_block if self.numel else 0)
-        return joined.view(np.uint64)
+        return joined
 
 
 def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -135,7 +135,7 @@ def test_an_anchor_must_hold_every_tensor_whole() -> None:
     anchor = stream.manifests[0]
     with pytest.raises(ManifestInvalid, match="'d' has 7 elements, the anchor holds 0"):
         check_layout(altered(anchor, chunks=without_section(anchor, stream.catalog.ids["d"])), stream.catalog)
-    with pytest.raises(ManifestInvalid, match="'a' has 20 elements, the anchor holds 0"):
+    with pytest.raises(ManifestInvalid, match="'a' has 20 elements, the anchor holds 5"):
         check_layout(altered(stream.manifests[1], kind="anchor"), stream.catalog)
 
 
@@ -152,7 +152,7 @@ def test_a_manifest_must_fit_its_catalog() -> None:
         ({"digests": anchor.digests[8:]}, "4 digests, its catalog 5 tensors"),
         ({"digests": anchor.digests[::-1]}, "root digest"),
         ({"root": bytes(32)}, "root digest"),
-        ({"chunks": [*anchor.chunks, first]}, "'a' has two sections over element 0"),
+        ({"chunks": [*anchor.chunks, first]}, "'a' has two whole sections over element 0"),
         ({"chunks": [with_sections(first, [far])]}, "tensor 5"),
         (
             {"chunks": [with_sections(first, [wide])]},
@@ -166,6 +166,31 @@ def test_a_manifest_must_fit_its_catalog() -> None:
     for changes, why in cases:
         with pytest.raises(ManifestInvalid, match=why):
             check_layout(altered(anchor, **changes), stream.catalog)
+
+
+def test_writers_that_interleave_store_each_element_once() -> None:
+    """Ranges may overlap, as those of two halves of a matrix's columns do; what is whole is nobody else's."""
+    stream = build()
+    manifest, first = stream.manifests[0], stream.manifests[0].chunks[0]
+    others = [s for c in manifest.chunks for s in c.sections if s.tensor != 0]
+
+    def storing(*sections: tuple[int, int, bool, int]) -> Manifest:
+        own = [
+            SectionRef(tensor=0, start=start, stop=stop, whole=whole, changed=changed)
+            for start, stop, whole, changed in sections
+        ]
+        return altered(manifest, chunks=[with_sections(first, [*own, *others])])
+
+    assert stream.catalog.tensors[0].numel == 20
+    check_layout(storing((0, 18, False, 10), (2, 20, False, 10)), stream.catalog)
+    check_layout(storing((0, 20, False, 12), (4, 12, True, 8)), stream.catalog)
+    for sections, why in (
+        ([(0, 20, False, 12), (4, 12, True, 8), (11, 12, True, 1)], "two whole sections over element 11"),
+        ([(0, 18, False, 11), (2, 20, False, 10)], "'a' has 20 elements, its sections store 21"),
+        ([(0, 18, False, 9), (2, 20, False, 10)], "'a' has 20 elements, the anchor holds 19"),
+    ):
+        with pytest.raises(ManifestInvalid, match=why):
+            check_layout(storing(*sections), stream.catalog)
 
 
 def test_only_named_chunks_count() -> None:

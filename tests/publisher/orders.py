@@ -177,7 +177,7 @@ class Tally:
         now = shard.bits(shard.tensor[start:stop]).numpy().view(np.uint16)
         changed = before != now
         found = find.find(shard, record, start, stop)
-        proved = found.prove(shard.coefficients)
+        proved = found.prove(shard.fingerprint)
         flagged = np.zeros_like(changed)
         flagged[found.local] = True
         trusted = proved[found.block]
@@ -198,7 +198,7 @@ class Tally:
             found = find.find_reference(shard, record, start, stop)
         missed = changed.copy()
         missed[found.local] = False
-        proved = found.prove(shard.coefficients)
+        proved = found.prove(shard.fingerprint)
         where = np.flatnonzero(missed)
         self.blind_missed += len(where)
         self.blind_caught += int((~proved[where // BLOCK]).sum())

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkstore.digest import Coefficients
-from publisher.find import Found, element_weights
+from publisher.find import Found
+from publisher.fingerprint import Fingerprint
 from publisher.proof import block_sums, find_flips
 
 U64 = st.integers(0, 2**64 - 1)
@@ -47,30 +47,30 @@ def test_block_sums(pairs: list[tuple[int, int]]) -> None:
     assert sums.tolist() == [sum(v for b, v in pairs if b == k) % 2**64 for k in range(10)]
 
 
-def _found(guess: list[int], low: int, high: int, truth: list[int], name: str) -> tuple[Found, Coefficients]:
+def _found(guess: list[int], low: int, high: int, truth: list[int], name: str) -> tuple[Found, Fingerprint]:
     """One block of the given elements, each between `low` and `high` before the step, and 1.0 after it."""
-    coefficients = Coefficients.of(name)
+    fingerprint = Fingerprint(name)
     local = np.arange(len(guess), dtype=np.int64)
     old, right = np.array(guess, np.uint16), np.array(truth, np.uint16)
     difference = right.astype(np.uint64) - old.astype(np.uint64)
-    missing = (element_weights(coefficients, local) * difference).sum(dtype=np.uint64, keepdims=True)
+    missing = (fingerprint.weights(local) * difference).sum(dtype=np.uint64, keepdims=True)
     bounds = (np.full_like(old, low), np.full_like(old, high))
     return Found(
         0, np.zeros(1, np.uint64), missing, local, np.full_like(old, 0x3F80), old, *bounds
-    ), coefficients
+    ), fingerprint
 
 
 @given(st.lists(st.sampled_from([0x2001, 0xA003, 0x2000]), min_size=5, max_size=40), st.text(max_size=5))
 def test_any_number_of_zeros_is_one_assumption(guess: list[int], name: str) -> None:
     """A few of them may be negative, or be no zeros at all, and are flipped from there."""
     truth = [0x8000, *[0] * (len(guess) - 2), guess[-1]]
-    found, coefficients = _found(guess, 0xA010, 0x2010, truth, name)
-    assert found.prove(coefficients).tolist() == [True]
+    found, fingerprint = _found(guess, 0xA010, 0x2010, truth, name)
+    assert found.prove(fingerprint).tolist() == [True]
     assert found.old.tolist() == truth
 
 
 def test_two_flips_of_one_element_prove_nothing() -> None:
     """−0 and the guess together add up to the guess with its sign changed, which is neither."""
-    found, coefficients = _found([0x2001], 0xA010, 0x2010, [0xA001], "w")
-    assert found.prove(coefficients).tolist() == [False]
+    found, fingerprint = _found([0x2001], 0xA010, 0x2010, [0xA001], "w")
+    assert found.prove(fingerprint).tolist() == [False]
     assert found.old.tolist() == [0x2001]
