@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from publisher.commit import Commit as Commit
     from publisher.commit import PublishHandle as PublishHandle
     from publisher.config import PublisherConfig as PublisherConfig
+    from publisher.explain import Explanation as Explanation
+    from publisher.explain import explain as explain
     from publisher.group import Owned as Owned
     from publisher.group import Writer as Writer
     from publisher.publisher import Publisher as Publisher
@@ -35,6 +37,7 @@ _HOME: Final = {
     "Commit": "publisher.commit",
     "DeltasyncError": "chunkstore.errors",
     "Engine": "subscriber.engine",
+    "Explanation": "publisher.explain",
     "Manifest": "manifest.schema",
     "Owned": "publisher.group",
     "PublishHandle": "publisher.commit",
@@ -45,6 +48,7 @@ _HOME: Final = {
     "SubscriberConfig": "subscriber.config",
     "TorchEngine": "subscriber.torch_engine",
     "Writer": "publisher.group",
+    "explain": "publisher.explain",
     "share_optimizer_state": "publisher.share",
 }
 """Public name → the module that defines it."""
@@ -55,6 +59,7 @@ __all__ = [
     "Commit",
     "DeltasyncError",
     "Engine",
+    "Explanation",
     "Manifest",
     "Owned",
     "PublishHandle",
@@ -65,6 +70,7 @@ __all__ = [
     "SubscriberConfig",
     "TorchEngine",
     "Writer",
+    "explain",
     "share_optimizer_state",
 ]
 

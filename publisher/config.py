@@ -1,10 +1,12 @@
 """The publisher's configuration: one strict YAML file."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from chunkstore.config import load_config, parse_config
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 from manifest.key_files import SigningConfig
@@ -91,3 +93,12 @@ class PublisherConfig(BaseModel):
         if self.refer_to_base and self.base_checkpoint is None:
             raise ValueError("refer_to_base: needs base_checkpoint")
         return self
+
+
+def settings_of(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:
+    """The configuration given as itself, a mapping, or the path of a YAML file. Raises ConfigError."""
+    if isinstance(config, PublisherConfig):
+        return config
+    if isinstance(config, Mapping):
+        return parse_config(config, PublisherConfig, source="the config given to Publisher.attach")
+    return load_config(Path(config), PublisherConfig)

@@ -1,35 +1,25 @@
-"""From a live model to the catalog: which tensor is published under which name, in which dtype.
-
-For plain torch models the mapping is the identity: one module tensor is one canonical tensor, row-major.
-"""
+"""From a model to the catalog: which tensor is published under which name, in which dtype."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkstore.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from manifest.catalog import Catalog, TensorSpec
 from manifest.checkpoint import Checkpoint
-from manifest.naming import canonical_tensors
 from publisher.errors import MappingMismatch
 
 
-@dataclass(frozen=True)
-class ModelMap:
-    """`tensors[i]` is the live tensor of catalog tensor i."""
-
-    catalog: Catalog
-    tensors: tuple[torch.Tensor, ...]
-
-
-def map_model(model: nn.Module, checkpoint: Checkpoint | None, inference_dtype: str | None) -> ModelMap:
-    """Match the model with the base checkpoint's names, shapes and dtypes, or cast all floats to `inference_dtype`.
+def map_model(
+    named: Mapping[str, torch.Tensor], checkpoint: Checkpoint | None, inference_dtype: str | None
+) -> Catalog:
+    """Match tensors by canonical name with the base checkpoint's names, shapes and dtypes, or cast all floats to
+    `inference_dtype`.
 
     Exactly one of `checkpoint` and `inference_dtype` is given. Raises MappingMismatch naming every offender.
     """
-    named = canonical_tensors(model)
     groups = _tied_groups(named)
     if checkpoint is not None:
         chosen = [_choose_from_files(names, tensor, checkpoint) for names, tensor in groups]
@@ -46,9 +36,7 @@ def map_model(model: nn.Module, checkpoint: Checkpoint | None, inference_dtype: 
         TensorSpec(name, dtype, tuple(tensor.shape))
         for (_, tensor), name, dtype in zip(groups, chosen, dtypes, strict=True)
     ]
-    catalog = Catalog.of(specs, aliases)
-    by_name = {name: tensor for (_, tensor), name in zip(groups, chosen, strict=True)}
-    return ModelMap(catalog, tuple(by_name[spec.name] for spec in catalog.tensors))
+    return Catalog.of(specs, aliases)
 
 
 def check_still_fits(live: Mapping[str, torch.Tensor], catalog: Catalog) -> None:
@@ -82,11 +70,13 @@ def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    if tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+        return (id(tensor),)  # there is no memory of its own to compare
     where = tensor.untyped_storage().data_ptr()
     return where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _tied_groups(named: dict[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
+def _tied_groups(named: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
     """Names that share one tensor, together: [([name, alias …], tensor), …]."""
     groups: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, tensor in named.items():

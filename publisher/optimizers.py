@@ -1,8 +1,8 @@
 """Read torch's Adam-family optimizers: which parameters they step, with what state and hyper-parameters."""
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch.optim import Adam, AdamW, Optimizer
@@ -10,7 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from publisher.errors import OptimizerRefused
 from publisher.inversion import Hyper
 
-_HINT = (
+NOT_INVERTIBLE = (
     "if the optimizer steps fp32 masters, give Publisher.attach the inner optimizer and `masters`; otherwise set "
     "`detect: snapshot`, which accepts any optimizer for 2 bytes of memory per parameter"
 )
@@ -28,15 +28,14 @@ class StepRecord:
     m: torch.Tensor | None
     v: torch.Tensor | None
 
-
-def check_invertible(name: str, parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Raises OptimizerRefused, naming the parameter and the reason, if the steps on it cannot be inverted."""
-    reason = _why_not(parameter, optimizer, group)
-    if reason is not None:
-        raise OptimizerRefused(f"parameter {name} {reason}: its steps cannot be inverted", hint=_HINT)
+    def of(self, part: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same with some elements of the moments."""
+        m, v = (None if x is None else part(x) for x in (self.m, self.v))
+        return replace(self, m=m, v=v)
 
 
-def _why_not(parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+def not_invertible(parameter: torch.Tensor, optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+    """Why the steps on `parameter` cannot be inverted, as the end of a sentence about it; None if they can."""
     if not isinstance(optimizer, Adam) or type(optimizer).step not in (Adam.step, AdamW.step):
         return f"is stepped by {type(optimizer).__name__}, which is not torch.optim.Adam or AdamW"
     if parameter.dtype != torch.float32:

@@ -1,59 +1,53 @@
-"""Which parts of the model one of several writers watches: those it names, or its share of what all of them step."""
+"""What of the model one of several writers publishes: what it alone holds, and its share of what others hold alike."""
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
 
-import torch
-
-from manifest.catalog import Catalog, TensorSpec
+from manifest.catalog import Catalog
+from publisher.adapters.base import Piece
 from publisher.errors import MappingMismatch
-from publisher.group import Owned, Writer
-from publisher.mapping import castable
 
 
-@dataclass(frozen=True)
-class Place:
-    """A live tensor that holds the elements of catalog tensor `id` from `start` on."""
+def share(
+    catalog: Catalog, pieces: Sequence[Piece], replicas: Sequence[tuple[int, ...]], rank: int
+) -> list[Piece]:
+    """What writer `rank` publishes of its `pieces`, in catalog order: each piece is published by one of its holders.
 
-    id: int
-    spec: TensorSpec
-    tensor: torch.Tensor
-    start: int = 0
+    `replicas`: the ranks that hold each. They are dealt out by size; what nothing steps belongs to the first of them.
+    Ranks that hold the same deal the same way, for each sees all that they share.
+    """
+    loads: dict[tuple[int, ...], list[int]] = {}
+    mine = []
+    held = zip(pieces, replicas, strict=True)
+    for piece, ranks in sorted(
+        held, key=lambda h: (-h[0].tensor.numel(), catalog.ids[h[0].name], h[0].start)
+    ):
+        load = loads.setdefault(ranks, [0] * len(ranks))
+        owner = load.index(min(load)) if piece.key is not None else 0
+        load[owner] += piece.tensor.numel()
+        if ranks[owner] == rank:
+            mine.append(piece)
+    mine.sort(key=lambda piece: (catalog.ids[piece.name], piece.start))
+    _check_apart(mine)
+    return mine
 
 
-def place_owned(catalog: Catalog, owned: Sequence[Owned]) -> list[Place]:
-    """The places of what a writer names, in catalog order. Raises MappingMismatch naming every one that is none."""
-    places, problems = [], []
-    for one in owned:
-        number = catalog.ids.get(catalog.aliases.get(one.name, one.name))
-        if number is None:
-            problems.append(f"{one.name} is not a tensor of the model")
-            continue
-        spec, stop = catalog.tensors[number], one.start + one.tensor.numel()
-        if one.start < 0 or stop > spec.numel:
-            problems.append(f"{one.name} has {spec.numel} elements, not {one.start}…{stop}")
-        elif not castable(one.tensor.dtype, spec.dtype):
-            problems.append(f"{one.name} is {one.tensor.dtype} and cannot be sent as {spec.dtype}")
-        else:
-            places.append(Place(number, spec, one.tensor, one.start))
+def _check_apart(pieces: Sequence[Piece]) -> None:
+    """Within one process, what lies between the elements of a piece is others', or a chunk's ranges would overlap."""
+    problems = [
+        f"{a.name}: elements {a.region.start}…{a.region.last + 1} and {b.region.start}…{b.region.last + 1}"
+        for a, b in pairwise(pieces)
+        if a.name == b.name and a.tensor.numel() and b.tensor.numel() and b.region.start <= a.region.last
+    ]
     if problems:
         raise MappingMismatch(
-            "what this writer owns does not fit the model: " + "; ".join(problems[:30]),
-            hint="name each range by its tensor in the checkpoint, its first flat index and its elements",
+            "two shards of this process interleave or overlap: " + "; ".join(problems[:10]),
+            hint="name them as one shard, or as more shards that end before the next begins",
         )
-    return sorted(places, key=lambda place: (place.id, place.start))
 
 
-def deal(places: Sequence[Place], stepped: Container[int], writer: Writer) -> list[Place]:
-    """One writer's share where all of them have the whole model: whole tensors, about equal in size.
-
-    `stepped`: `id()` of the parameters that every writer's optimizer steps. All else belongs to writer 0.
-    """
-    loads = [0] * writer.world_size
-    mine = []
-    for place in sorted(places, key=lambda place: (-place.spec.numel, place.id)):
-        rank = loads.index(min(loads)) if id(place.tensor) in stepped else 0
-        loads[rank] += place.spec.numel
-        if rank == writer.rank:
-            mine.append(place)
-    return sorted(mine, key=lambda place: place.id)
+def whole(catalog: Catalog, pieces: Sequence[Piece]) -> bool:
+    """Whether these are all the tensors of the model, each in one piece."""
+    return [p.name for p in pieces if p.tensor.numel()] == [
+        t.name for t in catalog.tensors if t.numel
+    ] and all(p.tensor.numel() == catalog.tensors[catalog.ids[p.name]].numel for p in pieces)

@@ -1,6 +1,8 @@
 """The publisher in the trainer's process: attach it once, publish after optimizer steps."""
 
+import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -9,23 +11,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from chunkstore.config import load_config, parse_config
 from chunkstore.errors import ConfigError
 from chunkstore.open import open_store
 from chunkstore.store import Store
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
+from publisher.adapters import recognise
+from publisher.adapters.base import Adapter
+from publisher.adapters.plain import Masters
 from publisher.commit import PublishHandle
-from publisher.config import PublisherConfig
+from publisher.config import PublisherConfig, settings_of
 from publisher.coordinator import Coordinator
 from publisher.errors import MappingMismatch, PublisherStopped
 from publisher.group import Writer
 from publisher.member import Member
-from publisher.optimizers import check_not_capturing, step_records, stepped
+from publisher.optimizers import check_not_capturing
+from publisher.ownership import whole
 from publisher.refusals import Refusals
 from publisher.sidecar import SidecarFeed
-from publisher.watch import Masters, Watched, plan_watch, watch
+from publisher.watch import Watched, plan_watch
 from publisher.writer import StreamWriter
+
+log = logging.getLogger("deltasync.publisher")
 
 
 class Feed(Protocol):
@@ -64,15 +71,10 @@ class LocalFeed:
         return self._watched.catalog
 
     def after_step(self, optimizer: Optimizer) -> None:
-        inverted = self._watched.inverted
-        copied = self._watched.copied
-        if inverted or copied:
+        if self._watched.follows_steps:
             check_not_capturing()
         with torch.no_grad():
-            self._writer.capture(
-                ((inverted[id(p)], record) for p, record in step_records(optimizer, inverted)),
-                (copied[id(p)] for p in stepped(optimizer) if id(p) in copied),
-            )
+            self._writer.capture(self._watched.records(optimizer), self._watched.copies(optimizer))
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         self._watched.refresh()
@@ -101,7 +103,7 @@ class Publisher:
     @classmethod
     def attach(
         cls,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizer: Any,
         model: nn.Module,
         config: PublisherConfig | Mapping[str, Any] | Path | str,
         *,
@@ -119,50 +121,44 @@ class Publisher:
         `masters`: for mixed precision where the optimizer steps fp32 masters that are copied to the 16-bit parameters
         afterwards: (parameter of the model, its master in the optimizer) pairs. `optimizer` is then the inner one.
 
+        `optimizer`: one of torch's, several, or a ZeroRedundancyOptimizer; `model`: plain, DDP, or with DTensors for
+        parameters (FSDP2, tensor parallelism). What was recognised is logged; `deltasync.explain` shows it without
+        publishing.
+
         With `spool` in the config all of it happens in the process `deltasync publisher run`, which
         the optimizer state is shared with; the trainer waits for it up to `capture_timeout` seconds at a time.
 
         `writer`: this process is one of several that feed the stream together, each what its optimizer steps. All of
         them attach and publish at the same steps; attach returns when all have come, and each gets the same commits.
+        Where the model is spread over ranks, the ranks of torch.distributed are the writers without being asked.
 
         Raises ConfigError, OptimizerRefused, MappingMismatch, Fenced, StoreError, CommitUnknown; with a spool also
         SidecarUnavailable, LocalDiskError; with several writers also WriterMissing, WritersDisagree, AttemptAbandoned.
         """
-        settings = _settings(config)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        settings = settings_of(config)
+        masters = list(masters)
         checkpoint = (
             Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
         )
+        adapter, writer = recognise(optimizer, model, masters, writer)
         if writer is not None and writer.world_size == 1 and writer.owned is None:
             writer = None
-        if writer is not None and settings.refer_to_base:
-            raise ConfigError(
-                "a writer was given, but version 0 refers to a checkpoint only where one process feeds the stream",
-                hint="leave `refer_to_base` out of publisher.yaml",
-            )
+        _check_combination(settings, masters, store, writer, adapter)
+        plan = plan_watch(adapter, checkpoint, settings, 0 if writer is None else writer.rank)
+        plan.check(adapter)
         if settings.spool is not None:
-            if writer is not None:
-                raise ConfigError(
-                    "a writer was given, but with `spool` one process feeds the stream",
-                    hint="leave `spool` out of publisher.yaml: each writer then does its work in its own process",
-                )
-            if store is not None:
-                raise ConfigError(
-                    "a store was given, but with `spool` the publisher process opens the store itself",
-                    hint="name it as store.url in the config of both",
-                )
-            if masters := list(masters):
-                raise ConfigError(
-                    f"{len(masters)} masters were given, but with `spool` only weights stepped in place can be shared",
-                    hint="leave `spool` out of publisher.yaml: the publisher then runs inside the trainer",
-                )
-            plan = plan_watch(model, optimizers, checkpoint, settings)
+            optimizers = list(adapter.optimizers)
             return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
-        watched = watch(model, optimizers, checkpoint, settings, masters, writer)
+        log.info("found %s", plan.describe(adapter.kind, writer))
+        watched = Watched(adapter, plan)
+        if writer is None and not whole(plan.catalog, plan.pieces):
+            writer = Writer(0, 1, secrets.token_hex(16))  # one process, but tensors in pieces
         store = store or open_store(settings.store)
         end = _writing_end(store, settings, watched, writer)
         end.open(checkpoint)
-        return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), optimizers)
+        if writer is not None and writer.rank == 0:
+            log.info("%d writers hold every element exactly once", writer.world_size)
+        return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), adapter.optimizers)
 
     @property
     def version(self) -> int:
@@ -209,6 +205,39 @@ class Publisher:
             self._feed.after_step(optimizer)
 
 
+def _check_combination(
+    settings: PublisherConfig,
+    masters: Sequence[object],
+    store: Store | None,
+    writer: Writer | None,
+    adapter: Adapter,
+) -> None:
+    """Raises ConfigError for what cannot be had together."""
+    if writer is not None and settings.refer_to_base:
+        raise ConfigError(
+            "a writer was given, but version 0 refers to a checkpoint only where one process feeds the stream",
+            hint="leave `refer_to_base` out of publisher.yaml",
+        )
+    if settings.spool is None:
+        return
+    if writer is not None or not adapter.sharable:
+        raise ConfigError(
+            f"a writer was given, or the model is spread over ranks ({adapter.kind}), but with `spool` one process "
+            "feeds the stream",
+            hint="leave `spool` out of publisher.yaml: each writer then does its work in its own process",
+        )
+    if store is not None:
+        raise ConfigError(
+            "a store was given, but with `spool` the publisher process opens the store itself",
+            hint="name it as store.url in the config of both",
+        )
+    if masters:
+        raise ConfigError(
+            f"{len(masters)} masters were given, but with `spool` only weights stepped in place can be shared",
+            hint="leave `spool` out of publisher.yaml: the publisher then runs inside the trainer",
+        )
+
+
 def _writing_end(
     store: Store, settings: PublisherConfig, watched: Watched, writer: Writer | None
 ) -> StreamWriter | Member:
@@ -216,11 +245,3 @@ def _writing_end(
         return StreamWriter(store, settings, watched.catalog, watched.shards)
     kind = Member if writer.rank else Coordinator
     return kind(store, settings, watched.catalog, watched.shards, writer)
-
-
-def _settings(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:
-    if isinstance(config, PublisherConfig):
-        return config
-    if isinstance(config, Mapping):
-        return parse_config(config, PublisherConfig, source="the config given to Publisher.attach")
-    return load_config(Path(config), PublisherConfig)

@@ -15,6 +15,7 @@ from chunkstore.errors import DeltasyncError
 from chunkstore.store import Store
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
+from publisher.adapters.base import Piece
 from publisher.commit import Commit
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, MappingMismatch, SpoolInvalid
@@ -40,7 +41,7 @@ from publisher.refusals import Refusals
 from publisher.report import Report
 from publisher.shard import Shard, Source
 from publisher.spool import MappedState, Moment
-from publisher.watch import make_shards
+from publisher.watch import WatchPlan, make_shards
 from publisher.writer import StreamWriter
 
 log = logging.getLogger("deltasync.publisher")
@@ -129,7 +130,8 @@ class Session:
             if self._config.base_checkpoint
             else None
         )
-        shards = make_shards(catalog, tensors, request.sources, request.steps)
+        pieces = [Piece(spec.name, tensor) for spec, tensor in zip(catalog.tensors, tensors, strict=True)]
+        shards = make_shards(WatchPlan(catalog, tuple(pieces), tuple(request.sources), tuple(request.steps)))
         self._still()
         writer = StreamWriter(self._store, self._config, catalog, shards, self._still)
         writer.open(checkpoint)

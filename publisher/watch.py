@@ -1,218 +1,182 @@
-"""Decide what is watched and how: one shard per catalog tensor, each with its source of changes."""
+"""Decide what is watched and how: shards of catalog tensors, each with its source of changes."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
-from manifest.naming import canonical_tensors
+from publisher.adapters.base import Adapter, Piece
 from publisher.config import PublisherConfig
-from publisher.errors import OptimizerRefused
+from publisher.errors import MappingMismatch, OptimizerRefused
 from publisher.group import Writer
-from publisher.mapping import ModelMap, check_still_fits, map_model
-from publisher.optimizers import check_invertible, steps_taken
-from publisher.ownership import Place, deal, place_owned
+from publisher.mapping import check_still_fits, map_model
+from publisher.optimizers import NOT_INVERTIBLE, StepRecord
+from publisher.ownership import share
 from publisher.shard import Shard, Source
 
 _WIRE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-Masters = Iterable[tuple[torch.Tensor, torch.Tensor]]
-"""(16-bit parameter of the model, the master that an optimizer steps in its place) pairs."""
-
-
 @dataclass(frozen=True)
 class WatchPlan:
-    """What to watch and how: live tensors, sources, masters, and the steps each has taken.
+    """What to watch and how: what this process publishes, in catalog order, from which source, and the steps taken.
 
-    `ids`, `starts`: of which catalog tensor each is, and from which element on. All tensors in catalog order, whole,
-    unless this is one of several writers.
+    `refusals`: why a piece cannot be followed as configured, by its number.
     """
 
     catalog: Catalog
-    ids: tuple[int, ...]
-    starts: tuple[int, ...]
-    tensors: tuple[torch.Tensor, ...]
+    pieces: tuple[Piece, ...]
     sources: tuple[Source, ...]
     steps: tuple[int, ...]
-    masters: tuple[torch.Tensor | None, ...]
+    refusals: dict[int, str] = field(default_factory=dict)
 
     @property
     def inverted(self) -> dict[int, int]:
         """Catalog ids of the parameters found by inversion, by the `id()` of the live one."""
-        rows = zip(self.ids, self.tensors, self.sources, strict=True)
-        return {id(tensor): i for i, tensor, source in rows if source is Source.INVERSION}
+        rows = zip(self.pieces, self.sources, strict=True)
+        return {
+            piece.key: self.catalog.ids[piece.name]
+            for piece, source in rows
+            if source is Source.INVERSION and piece.key is not None
+        }
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises OptimizerRefused naming the parameter and the reason, MappingMismatch."""
+        problems = adapter.problems(self.catalog)
+        if problems:
+            raise MappingMismatch(
+                "the ranks' shards do not fit together: " + "; ".join(problems[:30]),
+                hint="a copy that differs has drifted from the others; any other is a layout that deltasync does not"
+                " understand: please report it with the tensors' placements",
+            )
+        for number, reason in self.refusals.items():
+            raise OptimizerRefused(
+                f"parameter {self.pieces[number].name} {reason}: its steps cannot be inverted",
+                hint=NOT_INVERTIBLE,
+            )
+        if adapter.ranks == 1 and all(piece.key is None for piece in self.pieces):
+            raise OptimizerRefused(
+                "no tensor of the model is in the optimizer: there would never be a change to publish",
+                hint="attach the optimizer and the model that belong together",
+            )
+
+    def describe(self, kind: str, writer: Writer | None) -> str:
+        """What was found, in one line."""
+        sources: Counter[str] = Counter()
+        for piece, source in zip(self.pieces, self.sources, strict=True):
+            sources[source] += piece.tensor.numel()
+        listed = ", ".join(f"{source} {count:,}" for source, count in sources.most_common())
+        place = "one process" if writer is None else f"writer {writer.rank} of {writer.world_size}"
+        return (
+            f"{kind}; {place} with {len(self.pieces)} shards, {sources.total():,} of "
+            f"{sum(t.numel for t in self.catalog.tensors):,} elements of {len(self.catalog.tensors)} tensors ({listed})"
+        )
 
 
-@dataclass
 class Watched:
-    """The shards in catalog order; again by the `id()` of what the optimizer steps for them, by source.
+    """The shards in catalog order, and which of them an optimizer's step is about."""
 
-    `given`: their tensors were named one by one, not found in the model.
-    """
+    def __init__(self, adapter: Adapter, plan: WatchPlan) -> None:
+        self.adapter = adapter
+        self.catalog = plan.catalog
+        self.shards = make_shards(plan)
+        self._follow(plan.pieces)
 
-    model: nn.Module
-    catalog: Catalog
-    shards: tuple[Shard, ...]
-    inverted: dict[int, Shard]
-    copied: dict[int, Shard]
-    given: bool
+    @property
+    def follows_steps(self) -> bool:
+        """Whether steps have to be seen as they happen."""
+        return bool(self._inverted or self._copied)
 
     def refresh(self) -> None:
-        """Look the tensors up again: a buffer may have been replaced by assignment.
+        """Look the tensors up again: a buffer may have been replaced by assignment, a shard have been moved.
 
         Raises MappingMismatch if names, shapes, dtypes or ties are no longer those of the catalog.
         """
-        live = canonical_tensors(self.model)
-        check_still_fits(live, self.catalog)
-        if not self.given:
-            for shard in self.shards:
-                shard.tensor = live[shard.spec.name]
-            self.inverted = _inverted(self.shards)
+        check_still_fits(self.adapter.named(), self.catalog)
+        found = {(piece.name, piece.start): piece for piece in self.adapter.pieces(self.catalog)}
+        pieces = [found.get((shard.spec.name, shard.region.start)) for shard in self.shards]
+        gone = [
+            shard.spec.name
+            for shard, piece in zip(self.shards, pieces, strict=True)
+            if piece is None or piece.region != shard.region
+        ]
+        if gone:
+            raise MappingMismatch(
+                f"this process no longer holds the shards that it had at attach: {', '.join(gone[:10])}",
+                hint="a publisher follows one layout; attach a new one after resharding",
+            )
+        self._follow([piece for piece in pieces if piece is not None])
 
+    def records(self, optimizer: Optimizer) -> Iterator[tuple[Shard, StepRecord]]:
+        """What the step that `optimizer` has just taken did to shards found by inversion."""
+        for key, tensor, record in self.adapter.records(optimizer, self._inverted):
+            for number in self._by_key[key]:
+                piece, shard = self._pieces[number], self.shards[number]
+                shard.tensor = piece.part_of(tensor)
+                yield shard, record.of(piece.part_of)
 
-def watch(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    checkpoint: Checkpoint | None,
-    config: PublisherConfig,
-    masters: Masters = (),
-    writer: Writer | None = None,
-) -> Watched:
-    """Plan, and read every tensor once for its digests. Raises what `plan_watch` raises."""
-    plan = plan_watch(model, optimizers, checkpoint, config, masters, writer)
-    shards = make_shards(plan.catalog, plan.tensors, plan.sources, plan.steps, plan.ids, plan.starts)
-    copied = {}
-    for shard, master in zip(shards, plan.masters, strict=True):
-        if master is not None:
-            shard.master = master
-            copied[id(master)] = shard
-    given = writer is not None and writer.owned is not None
-    return Watched(model, plan.catalog, shards, _inverted(shards), copied, given)
+    def copies(self, optimizer: Optimizer) -> Iterator[Shard]:
+        """The shards whose masters `optimizer` has just stepped."""
+        for key, tensor in self.adapter.stepped(optimizer):
+            if key in self._copied:
+                for number in self._by_key[key]:
+                    self.shards[number].master = self._pieces[number].part_of(tensor)
+                    yield self.shards[number]
 
-
-def make_shards(
-    catalog: Catalog,
-    tensors: Sequence[torch.Tensor],
-    sources: Sequence[Source],
-    steps: Sequence[int],
-    ids: Sequence[int] | None = None,
-    starts: Sequence[int] | None = None,
-) -> tuple[Shard, ...]:
-    """One shard per live tensor, with its source and the steps it has taken; see `WatchPlan`."""
-    shards = []
-    ids = range(len(tensors)) if ids is None else ids
-    starts = [0] * len(tensors) if starts is None else starts
-    for number, start, tensor, source, step in zip(ids, starts, tensors, sources, steps, strict=True):
-        shard = Shard(number, catalog.tensors[number], tensor, source, start)
-        shard.step = step
-        shards.append(shard)
-    return tuple(shards)
+    def _follow(self, pieces: Sequence[Piece]) -> None:
+        """`pieces`: of the shards, in their order."""
+        self._pieces = tuple(pieces)
+        by_key: dict[int, list[int]] = defaultdict(list)
+        keys: dict[Source, set[int]] = defaultdict(set)
+        for number, (shard, piece) in enumerate(zip(self.shards, pieces, strict=True)):
+            shard.tensor = piece.tensor
+            if piece.key is not None:
+                by_key[piece.key].append(number)
+                keys[shard.source].add(piece.key)
+        self._by_key, self._inverted, self._copied = dict(by_key), keys[Source.INVERSION], keys[Source.COPY]
 
 
 def plan_watch(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    checkpoint: Checkpoint | None,
-    config: PublisherConfig,
-    masters: Masters = (),
-    writer: Writer | None = None,
+    adapter: Adapter, checkpoint: Checkpoint | None, config: PublisherConfig, rank: int = 0
 ) -> WatchPlan:
-    """Map the model and choose a source for every tensor; as one of several writers, for those that it owns.
-
-    Raises MappingMismatch, and OptimizerRefused naming the parameter and the reason.
-    """
-    mapped = map_model(model, checkpoint, _WIRE.get(config.inference_dtype or ""))
-    stepped = _stepped(optimizers)
-    places = _places(mapped, writer)
-    names = {id(place.tensor): place.spec.name for place in places}
-    master_of = _master_of(masters, names, stepped)
-    if writer is not None and writer.owned is None:
-        places = deal(places, stepped.keys() | master_of.keys(), writer)
-    elif writer is None and not names.keys() & (stepped.keys() | master_of.keys()):
-        raise OptimizerRefused(
-            "no tensor of the model is in the optimizer: there would never be a change to publish",
-            hint="attach the optimizer and the model that belong together",
-        )
-    sources, steps, used = [], [], []
-    for place in places:
-        spec, tensor = place.spec, place.tensor
-        step, master = 0, master_of.get(id(tensor))
-        if not spec.sparse or (id(tensor) not in stepped and master is None):
-            source = Source.DIGEST
-        elif config.detect == "snapshot":
-            source = Source.SNAPSHOT
-        elif master is not None:
-            source = Source.COPY
-        else:
-            source, (optimizer, group) = Source.INVERSION, stepped[id(tensor)]
-            check_invertible(spec.name, tensor, optimizer, group)
-            step = steps_taken(optimizer.state.get(tensor) or {})
+    """Map the model and choose a source for everything that writer `rank` publishes of it. Raises MappingMismatch."""
+    catalog = map_model(adapter.named(), checkpoint, _WIRE.get(config.inference_dtype or ""))
+    held = adapter.pieces(catalog)
+    pieces = share(catalog, held, adapter.replicas(held), rank)
+    sources, steps, refusals = [], [], {}
+    for number, piece in enumerate(pieces):
+        source = _source(piece, catalog, config)
+        step = 0
+        if source is Source.INVERSION:
+            refusal, step = adapter.refusal(piece), adapter.steps_taken(piece)
+            if refusal is not None:
+                refusals[number] = refusal
         sources.append(source)
         steps.append(step)
-        used.append(master if source is Source.COPY else None)
-    return WatchPlan(
-        mapped.catalog,
-        tuple(place.id for place in places),
-        tuple(place.start for place in places),
-        tuple(place.tensor for place in places),
-        tuple(sources),
-        tuple(steps),
-        tuple(used),
-    )
+    return WatchPlan(catalog, tuple(pieces), tuple(sources), tuple(steps), refusals)
 
 
-def _places(mapped: ModelMap, writer: Writer | None) -> list[Place]:
-    """Every tensor of the model, or what the writer names as its own."""
-    if writer is not None and writer.owned is not None:
-        return place_owned(mapped.catalog, writer.owned)
-    rows = enumerate(zip(mapped.catalog.tensors, mapped.tensors, strict=True))
-    return [Place(i, spec, tensor) for i, (spec, tensor) in rows]
+def _source(piece: Piece, catalog: Catalog, config: PublisherConfig) -> Source:
+    if piece.key is None or not catalog.tensors[catalog.ids[piece.name]].sparse:
+        return Source.DIGEST
+    if config.detect == "snapshot":
+        return Source.SNAPSHOT
+    return Source.INVERSION if piece.master is None else Source.COPY
 
 
-def _master_of(
-    masters: Masters, names: Mapping[int, str], stepped: Container[int]
-) -> dict[int, torch.Tensor]:
-    """The master of each parameter, by the parameter's `id()`."""
-    found, problems = {}, []
-    for parameter, master in masters:
-        name = names.get(id(parameter))
-        if name is None:
-            problems.append(f"a parameter of shape {tuple(parameter.shape)} is not in the model")
-        elif id(parameter) in stepped:
-            problems.append(f"{name} is in the optimizer itself, beside its master")
-        elif id(master) not in stepped:
-            problems.append(f"the master of {name} is in no optimizer")
-        elif master.shape != parameter.shape or not master.is_floating_point():
-            form, wanted = f"{master.dtype} {tuple(master.shape)}", tuple(parameter.shape)
-            problems.append(f"the master of {name} is {form}, not floats of shape {wanted}")
-        found[id(parameter)] = master
-    if problems:
-        raise OptimizerRefused(
-            "masters do not fit: " + "; ".join(problems[:30]),
-            hint="give (parameter of the model, the master that the attached optimizer steps for it) pairs",
+def make_shards(plan: WatchPlan) -> tuple[Shard, ...]:
+    """Reads every tensor once, for its digests."""
+    shards = []
+    for piece, source, step in zip(plan.pieces, plan.sources, plan.steps, strict=True):
+        number, region = plan.catalog.ids[piece.name], piece.region
+        box = None if region.stride in ((), (1,)) else region
+        shard = Shard(
+            number, plan.catalog.tensors[number], piece.tensor, source, 0 if box else piece.start, box=box
         )
-    return found
-
-
-def _stepped(optimizers: Sequence[Optimizer]) -> Mapping[int, tuple[Optimizer, dict[str, object]]]:
-    """The optimizer and group of each parameter, by `id()`."""
-    found: dict[int, tuple[Optimizer, dict[str, object]]] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in found:
-                    raise OptimizerRefused(
-                        f"a parameter of shape {tuple(parameter.shape)} is in two optimizers",
-                        hint="its steps could not be told apart: give each parameter one optimizer",
-                    )
-                found[id(parameter)] = (optimizer, group)
-    return found
-
-
-def _inverted(shards: Sequence[Shard]) -> dict[int, Shard]:
-    return {id(shard.tensor): shard for shard in shards if shard.source is Source.INVERSION}
+        shard.step = step
+        shard.master = piece.master if source is Source.COPY else None
+        shards.append(shard)
+    return tuple(shards)

@@ -1,1 +1,80 @@
-"""What differs between trainers."""
+"""Kinds of trainers, and how to tell which one is given.
+
+In: an optimizer and a model, as the framework made them. Out: shards of canonical tensors with what steps them
+(`base.Adapter`). An adapter knows its framework and nothing of versions, stores, or how changes are found.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from chunkstore.errors import ConfigError
+from manifest.naming import canonical_tensors
+from publisher.adapters.base import Adapter
+from publisher.adapters.given import GivenAdapter
+from publisher.adapters.plain import Masters, PlainAdapter
+from publisher.errors import OptimizerRefused
+from publisher.group import Writer
+
+
+def recognise(
+    optimizer: Any, model: nn.Module, masters: Masters, writer: Writer | None
+) -> tuple[Adapter, Writer | None]:
+    """The adapter for what is given, and this process's place among the writers; None: it feeds the stream alone.
+
+    Where the model is spread over ranks and no `writer` is given, all ranks of torch.distributed are the writers, who
+    have to ask together. Frameworks that are not imported cannot have made anything, and are not imported here.
+    Raises OptimizerRefused, ConfigError.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if writer is not None and writer.owned is not None:
+        return GivenAdapter(model, optimizers, masters, writer), writer
+    if _any(optimizers, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
+        return _zero_redundancy(optimizers, model, list(masters), writer)
+    if _any(
+        [*canonical_tensors(model).values(), *_stepped(optimizers)], "torch.distributed.tensor", "DTensor"
+    ):
+        from publisher.adapters.sharded import ShardedAdapter
+
+        writer = writer or Writer.of_process_group()
+        return ShardedAdapter(model, optimizers, masters, writer), writer
+    if writer is None and isinstance(model, DistributedDataParallel):
+        _check_first(model)
+    return PlainAdapter(model, optimizers, masters, writer), writer
+
+
+def _any(things: Iterable[object], module: str, name: str) -> bool:
+    """Whether one of `things` is of class `name` of `module`."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and any(isinstance(thing, getattr(loaded, name)) for thing in things)
+
+
+def _stepped(optimizers: Sequence[Optimizer]) -> Iterable[torch.Tensor]:
+    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def _zero_redundancy(
+    optimizers: Sequence[Any], model: nn.Module, masters: Sequence[object], writer: Writer | None
+) -> tuple[Adapter, Writer]:
+    from publisher.adapters.zero_redundancy import ZeroRedundancyAdapter
+
+    if len(optimizers) > 1 or masters:
+        raise OptimizerRefused(
+            "ZeroRedundancyOptimizer is given together with other optimizers or masters", hint="give it alone"
+        )
+    writer = writer or Writer.of_process_group(group=optimizers[0].process_group)
+    return ZeroRedundancyAdapter(model, optimizers[0], writer), writer
+
+
+def _check_first(model: DistributedDataParallel) -> None:
+    rank, size = distributed.get_rank(model.process_group), distributed.get_world_size(model.process_group)
+    if rank:
+        raise ConfigError(
+            f"rank {rank} of {size} would publish the whole model, as rank 0 may do already",
+            hint="attach on rank 0 only, or on all ranks with writer=deltasync.Writer.of_process_group()",
+        )

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from chunkstore.errors import StoreUnavailable
+from publisher.adapters.plain import PlainAdapter
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost
-from publisher.optimizers import step_records
-from publisher.watch import watch
+from publisher.watch import Watched, plan_watch
 from publisher.writer import StreamWriter
 from tests.publisher.zoo import Zoo, adamw, fresh_store, published, train
 from tests.support.faults import FaultStore
@@ -30,7 +30,8 @@ class Torn:
         config = PublisherConfig.model_validate(
             {"store": {"url": "memory://unused"}, "inference_dtype": "bfloat16", "detect": detect}
         )
-        self.watched = watch(self.model, [self.optimizer], None, config)
+        adapter = PlainAdapter(self.model, [self.optimizer])
+        self.watched = Watched(adapter, plan_watch(adapter, None, config))
         store = FaultStore(self.inner, before=self._fault)
         self.writer = StreamWriter(store, config, self.watched.catalog, self.watched.shards, self._still)
         self.writer.open(None)
@@ -51,9 +52,8 @@ class Torn:
     def step(self) -> None:
         """A step, captured or torn."""
         self.move()
-        inverted = self.watched.inverted
         with torch.no_grad():
-            records = [(inverted[id(p)], r) for p, r in step_records(self.optimizer, inverted)]
+            records = list(self.watched.records(self.optimizer))
             if self.tear:
                 with pytest.raises(CaptureLost):
                     self.writer.capture(records)

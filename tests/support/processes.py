@@ -14,5 +14,6 @@ PROCESSES.set_forkserver_preload(
         "tests.publisher.ranks",
         "tests.subscriber.shared_worker",
         "tests.support.warm",
+        "tests.trainers.layouts",
     ]
 )

@@ -1,0 +1,112 @@
+"""What a kind of trainer has to tell the publisher: all that differs between frameworks is behind this interface."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from chunkstore.regions import Region
+from manifest.catalog import Catalog
+from publisher.optimizers import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of a tensor: those at `start` + k⃗·`stride`, for every k⃗ below `size`, of its memory."""
+
+    start: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements, live. `tensor`: contiguous."""
+        start = int(tensor.storage_offset()) + self.start
+        return tensor.detach().as_strided(self.size, self.stride, start)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some elements of one canonical tensor, as this process holds them.
+
+    `tensor`: live, what is published. Its element k⃗ is element `start` + k⃗·`stride` of the canonical tensor `name`;
+    None: its elements follow each other there.
+    `key`: identifies what an optimizer steps for it; None: nothing does. `view`: its elements in that, and in the
+    moments; None: all of them. `master`: what is stepped in its place, and copied to it only after the step.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    start: int = 0
+    stride: tuple[int, ...] | None = None
+    key: int | None = None
+    view: View | None = None
+    master: torch.Tensor | None = None
+
+    @property
+    def region(self) -> Region:
+        """Which elements of the canonical tensor these are; there is at least one."""
+        if self.stride is None:
+            return Region.of(self.start, [self.tensor.numel()], [1])
+        return Region.of(self.start, self.tensor.shape, self.stride)
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This piece's elements of what the optimizer steps, or of its moments."""
+        return tensor if self.view is None else self.view.of(tensor)
+
+
+class Adapter(Protocol):
+    """Reads one kind of trainer. Asked anew at every publish, so that what was replaced meanwhile is seen.
+
+    `kind`: for people. `optimizers`: those whose step post-hooks tell of a step; in them the adapter is asked what it
+    did. `ranks`: how many processes hold the model together; 1: this one has all of it. `sharable`: a publisher process
+    can be given the optimizers' memory.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def sharable(self) -> bool: ...
+
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """All tensors of the model by canonical name: their shapes, dtypes, and which names are one tensor.
+
+        Nothing else is read from them: they may be on the meta device.
+        """
+
+    def pieces(self, catalog: Catalog) -> list[Piece]:
+        """What this process holds of the catalog's tensors; none without elements. Raises MappingMismatch."""
+
+    def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
+        """For each of `pieces`, which are all of this process's, the ranks that hold just its elements, ascending.
+
+        One of them is to publish these. All ranks ask together.
+        """
+
+    def refusal(self, piece: Piece) -> str | None:
+        """Why the steps on `piece`, which has a key, cannot be inverted; None if they can."""
+
+    def steps_taken(self, piece: Piece) -> int:
+        """How many steps `piece`, which has a key, has taken."""
+
+    def records(
+        self, optimizer: Optimizer, wanted: Container[int]
+    ) -> Iterator[tuple[int, torch.Tensor, StepRecord]]:
+        """Key, what was stepped, and how, of what `optimizer` steps and is `wanted` by key. In its step post-hook."""
+
+    def stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+        """Key, and what is stepped, of all that `optimizer` has just stepped. In its step post-hook."""
+
+    def problems(self, catalog: Catalog) -> list[str]:
+        """What is wrong with the map to canonical tensors, as far as the framework itself can tell.
+
+        All ranks ask together, and learn of each other's. Empty where nothing can be told, too.
+        """

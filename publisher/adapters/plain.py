@@ -1,0 +1,162 @@
+"""torch optimizers over whole tensors: a plain model, or one that every rank has all of, as with DDP."""
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from manifest.catalog import Catalog
+from manifest.naming import canonical_tensors
+from publisher.adapters.base import Piece
+from publisher.errors import OptimizerRefused
+from publisher.group import Writer
+from publisher.optimizers import StepRecord, not_invertible, step_records, stepped, steps_taken
+
+Masters = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""(16-bit parameter of the model, the master that an optimizer steps in its place) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A parameter, and the optimizer and group that step it."""
+
+    parameter: torch.Tensor
+    optimizer: Optimizer
+    group: dict[str, Any]
+
+
+class PlainAdapter:
+    """Every tensor of the model whole, and in all ranks of `writer` alike.
+
+    `masters`: what the optimizers step in place of parameters.
+    """
+
+    kind = "plain torch"
+    sharable = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        masters: Masters = (),
+        writer: Writer | None = None,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.ranks = 1
+        self._model = model
+        self.everyone = (0,) if writer is None else tuple(range(writer.world_size))
+        if isinstance(model, DistributedDataParallel):
+            self.kind = "DDP"
+        self._stepped = _stepped(self.optimizers)
+        self._masters = self._masters_of(masters)
+
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """See `Adapter`."""
+        return canonical_tensors(self._model)
+
+    def pieces(self, catalog: Catalog) -> list[Piece]:
+        """See `Adapter`."""
+        live = self.named()
+        tied: dict[str, list[torch.Tensor]] = {spec.name: [live[spec.name]] for spec in catalog.tensors}
+        for alias, name in catalog.aliases.items():
+            tied[name].append(live[alias])
+        found: list[Piece] = []
+        for (
+            name,
+            tensors,
+        ) in tied.items():  # of several that show the same elements, the one that an optimizer knows
+            known = next((t for t in tensors if self.stepping(t)["key"] is not None), tensors[0])
+            found += self.pieces_of(name, known)
+        return found
+
+    def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        """What this process holds of one tensor of the model."""
+        yield Piece(name, tensor, **self.stepping(tensor))
+
+    def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
+        """See `Adapter`."""
+        return [self.everyone] * len(pieces)
+
+    def stepping(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """The fields of a Piece that tell what steps `tensor`, a tensor of the model."""
+        master = self._masters.get(id(tensor))
+        if master is not None:
+            return {"key": id(master), "master": self.local(master)}
+        return {"key": id(tensor) if id(tensor) in self._stepped else None}
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process has of it."""
+        return tensor
+
+    def refusal(self, piece: Piece) -> str | None:
+        """See `Adapter`."""
+        assert piece.key is not None
+        it = self._stepped[piece.key]
+        return not_invertible(it.parameter, it.optimizer, it.group)
+
+    def steps_taken(self, piece: Piece) -> int:
+        """See `Adapter`."""
+        assert piece.key is not None
+        it = self._stepped[piece.key]
+        return steps_taken(it.optimizer.state.get(it.parameter) or {})
+
+    def records(
+        self, optimizer: Optimizer, wanted: Container[int]
+    ) -> Iterator[tuple[int, torch.Tensor, StepRecord]]:
+        """See `Adapter`."""
+        for parameter, record in step_records(optimizer, wanted):
+            yield id(parameter), self.local(parameter), record.of(self.local)
+
+    def stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `Adapter`."""
+        return ((id(parameter), self.local(parameter)) for parameter in stepped(optimizer))
+
+    def problems(self, catalog: Catalog) -> list[str]:
+        """See `Adapter`: whole tensors have no map."""
+        return []
+
+    def _masters_of(self, masters: Masters) -> dict[int, torch.Tensor]:
+        """The master of each parameter, by the parameter's `id()`."""
+        names = self._names()
+        found, problems = {}, []
+        for parameter, master in masters:
+            name = names.get(id(parameter))
+            if name is None:
+                problems.append(f"a parameter of shape {tuple(parameter.shape)} is not in the model")
+            elif id(parameter) in self._stepped:
+                problems.append(f"{name} is in the optimizer itself, beside its master")
+            elif id(master) not in self._stepped:
+                problems.append(f"the master of {name} is in no optimizer")
+            elif master.shape != parameter.shape or not master.is_floating_point():
+                form, wanted = f"{master.dtype} {tuple(master.shape)}", tuple(parameter.shape)
+                problems.append(f"the master of {name} is {form}, not floats of shape {wanted}")
+            found[id(parameter)] = master
+        if problems:
+            raise OptimizerRefused(
+                "masters do not fit: " + "; ".join(problems[:30]),
+                hint="give (parameter of the model, the master that the attached optimizer steps for it) pairs",
+            )
+        return found
+
+    def _names(self) -> dict[int, str]:
+        """The name of each tensor that may have a master, by `id()`."""
+        return {id(tensor): name for name, tensor in self.named().items()}
+
+
+def _stepped(optimizers: Sequence[Optimizer]) -> dict[int, Stepped]:
+    """What is stepped, by `id()`."""
+    found: dict[int, Stepped] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in found:
+                    raise OptimizerRefused(
+                        f"a parameter of shape {tuple(parameter.shape)} is in two optimizers",
+                        hint="its steps could not be told apart: give each parameter one optimizer",
+                    )
+                found[id(parameter)] = Stepped(parameter, optimizer, group)
+    return found

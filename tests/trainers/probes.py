@@ -1,0 +1,151 @@
+"""Two ranks that try what has to be refused, or only explained; each writes down what it was told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as right
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import deltasync
+from chunkstore.errors import DeltasyncError
+from tests.trainers.layouts import ddp, zero
+from tests.trainers.policies import policy
+
+PLACED = "publisher.adapters.sharded.compute_local_shape_and_global_offset"
+CONFIG = {"inference_dtype": "bfloat16", "writers_timeout": 60.0}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(16, 6)
+        self.down = nn.Linear(6, 16)
+
+
+class Probes:
+    """One method per probe; what it returns is shown, and so is what it raises."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
+
+    def attach(self, optimizer: Any, model: nn.Module, **config: Any) -> str:
+        url = str(self.folder / "nobody-writes-here")
+        deltasync.Publisher.attach(optimizer, model, {"store": {"url": url}, **CONFIG, **config}).close()
+        return "attached"
+
+    def shifted(self) -> str:
+        """Rank 1 takes its rows for others."""
+        model = Small()
+        fully_shard(model)
+
+        def wrong(*args: Any) -> Any:
+            shape, at = right(*args)
+            return shape, (at[0] - 1, *at[1:]) if self.rank else at
+
+        with mock.patch(PLACED, wrong):
+            return self.attach(AdamW(model.parameters()), model)
+
+    def beyond(self) -> str:
+        """The same beyond the end."""
+        model = Small()
+        fully_shard(model)
+
+        def wrong(*args: Any) -> Any:
+            shape, at = right(*args)
+            return shape, (at[0] + 100, *at[1:]) if self.rank else at
+
+        with mock.patch(PLACED, wrong):
+            return self.attach(AdamW(model.parameters()), model)
+
+    def twice(self) -> str:
+        """Both ranks take the first shard for theirs: one claims it twice, nobody the other."""
+        model = Small()
+        fully_shard(model)
+        with mock.patch(
+            PLACED,
+            lambda *args: (right(*args)[0], (0,) * len(args[0])),
+        ):
+            return str(deltasync.explain(AdamW(model.parameters()), model))
+
+    def drifted(self) -> str:
+        """Replicated, stepped by both, and not the same."""
+        model, mesh = Small(), init_device_mesh("cpu", (2,))
+        for name, parameter in list(model.up.named_parameters()):
+            setattr(model.up, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+        weight = model.up.weight
+        assert isinstance(weight, DTensor)
+        with torch.no_grad():
+            weight.to_local()[0, 0] += self.rank
+        return self.attach(AdamW(model.parameters()), model)
+
+    def before(self) -> str:
+        """The optimizer was made of what fully_shard replaced."""
+        model = Small()
+        optimizer = AdamW(model.parameters())
+        fully_shard(model)
+        return self.attach(optimizer, model)
+
+    def spool(self) -> str:
+        model = Small()
+        fully_shard(model)
+        return self.attach(AdamW(model.parameters()), model, spool=str(self.folder))
+
+    def not_adam(self) -> str:
+        model = Small()
+        fully_shard(model)
+        return str(deltasync.explain(torch.optim.SGD(model.parameters(), lr=0.1), model))
+
+    def second_rank(self) -> str:
+        """DDP without a word about writers: the first rank would publish."""
+        model = DistributedDataParallel(Small())
+        return deltasync.explain(AdamW(model.parameters()), model).kind
+
+    def with_another(self) -> str:
+        model = DistributedDataParallel(Small())
+        return self.attach([zero(model), AdamW([nn.Parameter(torch.ones(3))])], model)
+
+    def zero(self) -> str:
+        model = ddp(policy("even", 0), 2)
+        explained = deltasync.explain(zero(model), model)
+        return f"{explained.kind} {explained.ranks} {explained.problems} {sorted(explained.sources)}"
+
+    def columns(self) -> str:
+        model = Small()
+        fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        return str(deltasync.explain(AdamW(model.parameters()), model))
+
+    def after_evaluation(self) -> str:
+        """A forward without a backward leaves whole parameters in the root."""
+        model = Small()
+        fully_shard(model)
+        model.forward = lambda x: model.down(model.up(x))
+        optimizer = AdamW(model.parameters())
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        explained = deltasync.explain(optimizer, model)
+        return f"{explained.problems} {explained.sources}"
+
+
+def main(rank: int, folder: str, meeting: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
+    probes, told = Probes(rank, Path(folder)), {}
+    for name in (name for name in vars(Probes) if not name.startswith("_") and name != "attach"):
+        probe: Callable[[], str] = getattr(probes, name)
+        try:
+            told[name] = probe()
+        except DeltasyncError as error:
+            told[name] = f"{error.kind}: {error}"
+        distributed.barrier()
+    Path(folder, f"told-{rank}.json").write_text(json.dumps(told))
+    distributed.destroy_process_group()

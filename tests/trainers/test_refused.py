@@ -1,0 +1,77 @@
+"""What attach and explain say about layouts that are wrong, or that cannot be published."""
+
+import json
+
+import pytest
+
+from tests.support.processes import PROCESSES
+from tests.trainers.probes import main
+
+Told = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+    """What each of two ranks was told."""
+    folder = tmp_path_factory.mktemp("probes")
+    ranks = [
+        PROCESSES.Process(target=main, args=(rank, str(folder), str(folder / "meeting"))) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (
+            "shifted",
+            ["mapping", "rank 1: up.weight holds other values than torch gathers", "rank 1: down.bias"],
+        ),
+        ("beyond", ["mapping", "rank 1: up.weight would reach element"]),
+        (
+            "twice",
+            [
+                "refused: rank 1: up.weight holds other values",
+                "refused: up.weight: nobody has elements 48…96",
+            ],
+        ),
+        ("drifted", ["mapping", "rank 1: up.weight differs from what rank 0 holds of it"]),
+        ("before", ["optimizer_refused", "no parameter of the model is in the optimizer"]),
+        ("spool", ["config", "FSDP2 (2: S(0))", "with `spool` one process"]),
+        ("not_adam", ["refused: is stepped by SGD", "refused: rank 1: up.weight is stepped by SGD"]),
+        ("with_another", ["optimizer_refused", "together with other optimizers"]),
+        ("zero", ["ZeroRedundancyOptimizer 2 ()"]),
+        ("after_evaluation", ["() {'inversion': 107}"]),
+    ],
+)
+def test_all_ranks_are_told(told: list[Told], probe: str, words: list[str]) -> None:
+    for rank, one in enumerate(told):
+        for word in words:
+            assert word in one[probe], f"rank {rank}"
+
+
+def test_of_ranks_that_all_have_the_model_only_the_first_publishes_it_alone(told: list[Told]) -> None:
+    assert told[0]["second_rank"] == "DDP"
+    assert "config: rank 1 of 2 would publish the whole model" in told[1]["second_rank"]
+
+
+def test_the_table_shows_what_each_rank_publishes(told: list[Told]) -> None:
+    assert told[0]["columns"].splitlines() == [
+        "FSDP2 (2: S(1); 2: S(0)); writer 0 of 2: 107 of 214 elements in 4 shards of 4 tensors",
+        "  inversion 107",
+        "",
+        "tensor       dtype  shape  elements here  which                       source",
+        "down.bias    BF16   16     8              0…8                         inversion",
+        "down.weight  BF16   16×6   48             from 0: 16 every 6, 3 each  inversion",
+        "up.bias      BF16   6      3              0…3                         inversion",
+        "up.weight    BF16   6×16   48             from 0: 6 every 16, 8 each  inversion",
+        "",
+        "every element has one owner",
+    ]
+    assert "from 8: 6 every 16, 8 each" in told[1]["columns"]
