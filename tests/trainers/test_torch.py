@@ -1,5 +1,6 @@
 """Real trainers over gloo and a real subscriber, which holds the trainer's gathered weights at every version."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -29,14 +30,28 @@ class World:
         self.starts = 0
         self.checked: list[int] = []
 
-    def run(self, world_size: int, crash: dict[int, str] | None = None) -> list[int | None]:
-        """Train to the end, or until a rank dies; every version is compared meanwhile. Exit codes by rank."""
+    def run(
+        self, world_size: int, crash: dict[int, str] | None = None, name: str | None = None
+    ) -> list[int | None]:
+        """Train to the end, or until a rank dies; every version is compared meanwhile. Exit codes by rank.
+
+        `name`: the layout, if it is another one now.
+        """
         self.starts += 1
+        for left in self.root.glob("state-*.pt"):  # by ranks that were killed
+            left.unlink()
         meeting = str(self.root / f"meeting-{self.starts}")
         ranks = [
             PROCESSES.Process(
                 target=main,
-                args=(self.name, rank, world_size, str(self.root), meeting, (crash or {}).get(rank, "")),
+                args=(
+                    name or self.name,
+                    rank,
+                    world_size,
+                    str(self.root),
+                    meeting,
+                    (crash or {}).get(rank, ""),
+                ),
             )
             for rank in range(world_size)
         ]
@@ -108,4 +123,26 @@ def test_rollouts_hold_what_the_trainer_gathers(name: str, tmp_path: Path) -> No
         assert ("inversion" in stats.sources) != ("snapshot" in stats.sources)
         senders = {chunk.key.rpartition("/")[2].partition("-")[0] for chunk in world.manifest(version).chunks}
         assert senders == {str(rank) for rank in range(writers)}
+    assert not verify_stream(world.store).problems
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "then", "size"),
+    [
+        ("FSDP2, uneven and empty shards", "writer.before_part:4", "FSDP2, uneven and empty shards", 3),
+        ("FSDP2, columns", "writer.after_part:4", "ZeroRedundancyOptimizer", 2),
+    ],
+)
+def test_a_rank_that_is_killed_and_a_restart_with_other_ranks(
+    name: str, point: str, then: str, size: int, tmp_path: Path
+) -> None:
+    """The new trainer continues the chain: what it holds is compared with it by digests, whatever the layout."""
+    world = World(tmp_path, name)
+    assert world.run(world.layout.world_size, {1: point})[1] == -signal.SIGKILL
+    before = world.checked[-1]
+    assert before >= 1
+    assert world.run(size, name=then) == [0] * size
+    newest = world.checked[-1]
+    assert newest > before + 1
+    assert [world.manifest(version).kind for version in range(newest + 1)] == ["anchor"] + ["delta"] * newest
     assert not verify_stream(world.store).problems
