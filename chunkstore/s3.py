@@ -1,7 +1,7 @@
-"""A store in a bucket of S3 or of a server that speaks its protocol, through boto3.
+"""A store in a bucket of S3 or of a server that speaks its protocol, through botocore, on which boto3 rests.
 
 Every object is written by one PutObject, never multipart: a single conditional PutObject is the only put-if-absent that
-servers agree on. boto3 makes one attempt per call; chunkstore.retry repeats what may be repeated.
+servers agree on. botocore makes one attempt per call; chunkstore.retry repeats what may be repeated.
 
 Integrity of what is written rests on the SHA-256 of the body inside the request's signature (SigV4), which every server
 that checks signatures checks too. Content-MD5 would cost a second, slower hash for the same promise, and the newer
@@ -12,10 +12,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
-import boto3
+import botocore.session
 from botocore.config import Config
+from botocore.loaders import create_loader
 
 from chunkstore.errors import (
     AccessDenied,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
 
 _making = threading.Lock()
+_loader: Final = create_loader()
 
 
 def _unlock_in_child() -> None:
@@ -219,10 +221,14 @@ class S3Store(Store):
 
     def _new_client(self) -> "S3Client":
         try:
-            # A session of its own: the default one keeps the credentials it once found.
-            return boto3.session.Session().client(
+            # A session of its own: the default one keeps the credentials it once found. But without parsing the
+            # description of S3 again, for 0.1 s, while each try with credentials that have run out needs one.
+            session = botocore.session.Session()
+            session.register_component("data_loader", _loader)
+            client = session.create_client(
                 "s3", endpoint_url=self._endpoint_url, region_name=self._region, config=self._config
             )
+            return cast("S3Client", client)
         except ValueError as error:
             raise ConfigError(f"{self.url}: {error}", hint="check endpoint_url and region") from error
 

@@ -50,8 +50,8 @@ class VersionRow:
 class SubscriberRow:
     """One subscriber. `lag_seconds`: age of the oldest version it lacks, None if that cannot be told.
 
-    `silent_seconds`: since it last renewed its status, by the store's clock; `silent`: that is too long for one that
-    was not stopped.
+    `silent_seconds`: since it last renewed its status; `silent`: that is too long for one that was not stopped. Both by
+    the store's clock, and the time at which one looks, which is this machine's.
     """
 
     status: SubscriberStatus
@@ -149,16 +149,18 @@ class Overview:
 
 
 class _Reader:
-    """Reads every version once, and remembers those that it may not use, `refused`."""
+    """Reads every version once, and remembers those that it may not use, `refused`.
+
+    `committed`: when each listed version was, by the store's clock.
+    """
 
     def __init__(self, log: VersionLog) -> None:
         self.log = log
         self.history = History(log)
         self.refused: dict[int, RefusedVersion] = {}
-        keys = [info.key for info in log.store.list_after(VERSIONS)]
-        parsed = {key: parse_version_key(key) for key in keys}
-        self.strays = tuple(key for key, version in parsed.items() if version is None)
-        self._listed = [version for version in parsed.values() if version is not None]
+        listed = [(parse_version_key(info.key), info) for info in log.store.list_after(VERSIONS)]
+        self.strays = tuple(info.key for version, info in listed if version is None)
+        self.committed = {version: info.modified for version, info in listed if version is not None}
 
     def read(self, version: int) -> Manifest | None:
         """None if there is none, or it is refused."""
@@ -176,7 +178,7 @@ class _Reader:
 
     def newest(self) -> Manifest | None:
         """The newest one that is not refused, of the newest versions."""
-        newest = heapq.nlargest(_DOUBTED, self._listed)
+        newest = heapq.nlargest(_DOUBTED, self.committed)
         return next((manifest for version in newest if (manifest := self.read(version)) is not None), None)
 
 
@@ -265,6 +267,7 @@ def _subscribers(
 ) -> tuple[tuple[SubscriberRow, ...], tuple[str, ...]]:
     store, stream = reader.log.store, reader.log.stream.id.hex()
     infos = list(store.list_after(SUBSCRIBERS))
+    now = max([now, *(info.modified for info in infos)])  # if this machine's clock is behind the store's
     rows, unreadable = [], []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for info, data in zip(infos, pool.map(lambda info: _data(store, info), infos), strict=True):
@@ -303,12 +306,12 @@ def _subscriber(
 ) -> SubscriberRow:
     applied = -1 if status.applied_version is None else status.applied_version
     lag = max(0, newest - applied)
-    missed = reader.read(applied + 1) if lag else None
+    missed = reader.committed.get(applied + 1)
     silent = max(0.0, now - info.modified)
     return SubscriberRow(
         status=status,
         lag_versions=lag,
-        lag_seconds=0.0 if lag == 0 else max(0.0, now - missed.created_at) if missed else None,
+        lag_seconds=0.0 if lag == 0 else None if missed is None else max(0.0, now - missed),
         silent_seconds=silent,
         silent=status.state != "stopped" and silent > MISSED_RENEWALS * status.renew_seconds,
     )

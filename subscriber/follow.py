@@ -248,8 +248,8 @@ class Follower:
         """Fetch, stage and verify; the engine goes on serving and nothing is written to it."""
         catalog = await self._check(plan)
         target = plan.steps[-1]
-        self._report.seen(target.version, plan.steps[0].created_at)
-        course.seconds["detect"] = max(0.0, time.time() - target.created_at)
+        self._report.seen(plan.steps[0].version, plan.steps[0].created_at)
+        course.seconds["detect"] = self._report.age(target.version, target.created_at)
         if plan.from_anchor:
             self._report.needs(plan.steps[0].version)
             await self._renew()

@@ -59,6 +59,7 @@ class _State:
     applied_at: float | None = None
     newest: int | None = None
     behind_since: float | None = None
+    looks: dict[int, float] = field(default_factory=dict)  # version → when there last was none above it
     needs: int | None = None
     last_error: ErrorStatus | None = None
     refused: dict[int, RefusedVersion] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class Report:
             state = self._state
             if state.stream != stream:
                 state.newest = state.behind_since = state.needs = None
+                state.looks.clear()
                 state.refused.clear()
                 self.metrics.newest_version.set(-1)
                 self.metrics.refused.set(0)
@@ -121,14 +123,32 @@ class Report:
         event("connected", boot_id=boot_id, stream=stream)
 
     def seen(self, version: int, since: float | None = None) -> None:
-        """`version` exists; `since`: when it was committed, Unix seconds."""
+        """`version` exists; `since`: when it was committed, Unix seconds by the publisher's clock."""
         with self._lock:
             state = self._state
-            state.newest = max(version, -1 if state.newest is None else state.newest)
+            newest = state.newest = max(version, -1 if state.newest is None else state.newest)
             if version > (-1 if state.applied is None else state.applied):
-                known = self._clock() if since is None else since
+                known = self._clock() if since is None else self._ours(version, since)
                 state.behind_since = min(known, known if state.behind_since is None else state.behind_since)
-        self.metrics.newest_version.set(version)
+        self.metrics.newest_version.set(newest)
+
+    def nothing_above(self, version: int) -> None:
+        """A look has just found none above `version`."""
+        with self._lock:
+            self._state.looks[version] = self._clock()
+
+    def age(self, version: int, since: float) -> float:
+        """Seconds since `version` was committed, at `since` by the publisher's clock."""
+        with self._lock:
+            return self._clock() - self._ours(version, since)
+
+    def _ours(self, version: int, since: float) -> float:
+        """A publisher's time by the clock here, however wrong either is.
+
+        A version is younger than the last look that did not find it, and none comes from the future.
+        """
+        missing = max((at for above, at in self._state.looks.items() if above < version), default=since)
+        return min(max(since, missing), self._clock())
 
     def needs(self, version: int | None) -> None:
         """The lowest version whose objects will still be read."""
@@ -149,6 +169,7 @@ class Report:
             behind = state.newest is not None and state.newest > version
             state.behind_since = self._clock() if behind else None
             state.applied_at = self._clock()
+            state.looks = {v: at for v, at in state.looks.items() if v >= version} or state.looks
             state.refused = {v: refusal for v, refusal in state.refused.items() if v > version}
             refused = len(state.refused)
         self.metrics.refused.set(refused)

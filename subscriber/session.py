@@ -308,7 +308,9 @@ class Session:
         poller = self._connected.poller
         newest = await in_thread(lambda _: poller.newest(after))
         await self._pass_over(poller.strays)
-        if newest is not None:
+        if newest is None:
+            self._report.nothing_above(after)
+        else:
             self._seen = newest
             self._report.seen(newest)
         return newest

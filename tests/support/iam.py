@@ -3,10 +3,10 @@
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -15,6 +15,7 @@ from werkzeug.serving import make_server
 
 from deltasync.s3server import OneAtATime
 
+A = TypeVar("A", bound=WSGIApplication)
 Values = str | list[str]
 
 
@@ -127,20 +128,61 @@ class Enforced:
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
 
+class Expiring:
+    """A WSGI application that refuses all access keys but `valid`, with `code`, as AWS does.
+
+    `last`: the prefix of an object; the key that is valid runs out when something is put there.
+    """
+
+    def __init__(self, inner: WSGIApplication, code: str, valid: str) -> None:
+        self._inner = inner
+        self._code = code
+        self.valid = valid
+        self.last: str | None = None
+        self.refused = 0
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if self.last and environ["REQUEST_METHOD"] == "PUT" and f"/{self.last}" in environ["PATH_INFO"]:
+            self.valid, self.last = "", None
+        if f"Credential={self.valid}/" in environ["HTTP_AUTHORIZATION"]:
+            return self._inner(environ, start_response)
+        self.refused += 1
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        head = environ["REQUEST_METHOD"] == "HEAD"  # which has no room for the code
+        body = b"" if head else f"<Error><Code>{self._code}</Code><Message>no</Message></Error>".encode()
+        status = "400 Bad Request" if self._code == "ExpiredToken" else "403 Forbidden"
+        start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        return [body]
+
+
 @contextmanager
 def enforcing(policy: Policy) -> Iterator[str]:
     """The endpoint of a server of the embedded server's buckets, for the identity that has `policy`."""
+    with serving(lambda inner: Enforced(inner, policy)) as (_, endpoint):
+        yield endpoint
+
+
+@contextmanager
+def expiring(code: str, valid: str) -> Iterator[tuple[Expiring, str]]:
+    """The same for access keys that run out, and their application."""
+    with serving(lambda inner: Expiring(inner, code, valid)) as served:
+        yield served
+
+
+@contextmanager
+def serving(wrap: Callable[[WSGIApplication], A]) -> Iterator[tuple[A, str]]:
+    """The embedded server's buckets, served once more through an application of one's own: that, and its endpoint."""
 
     class Quiet(MotoRequestHandler):  # type: ignore[misc]  # moto is untyped
         def log_request(self, code: object = "-", size: object = "-") -> None:
             """Print nothing."""
 
-    application = Enforced(OneAtATime(DomainDispatcherApplication(create_backend_app)), policy)
+    application = wrap(OneAtATime(DomainDispatcherApplication(create_backend_app)))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield application, f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
