@@ -111,7 +111,7 @@ def test_status_shows_what_is_refused_beside_what_is_followed(
     stream.train(steps=2)
     assert main(["status", url, *KEY]) == 0
     text = capsys.readouterr().out
-    assert "newest version 2," in text
+    assert "newest   version 2," in text
     assert len(re.findall(r"version [34] is refused: error\[untrusted\]: .* is not signed", text)) == 2
     assert main(["status", url, *KEY, "--max-lag", "9"]) == 1
     capsys.readouterr()
@@ -126,7 +126,7 @@ def test_status_survives_a_damaged_version(
     stream.store.put(manifest_key(2), b"garbage")
     assert main(["status", url]) == 0
     text = capsys.readouterr().out
-    assert "newest version 1," in text
+    assert "newest   version 1," in text
     assert "version 2 is refused: error[manifest_invalid]" in text
 
 
