@@ -1,4 +1,4 @@
-"""Two publishers of one stream, at once or one after the other: one feeds it, the other is told, and nothing is harmed."""
+"""Two publishers of one stream, at once or one after the other: one feeds it, the other is told, nothing is harmed."""
 
 import copy
 import threading
