@@ -35,6 +35,9 @@ _LAYERS: Final = 4
 _PRICES: Final = {"head": 0.4e-6, "get": 0.4e-6, "get_range": 0.4e-6, "put": 5e-6, "list": 5e-6}
 """USD per request, S3 standard, us-east-1, as listed by AWS (https://aws.amazon.com/s3/pricing/) in 2025."""
 
+_PATIENCE: Final = 4  # times the poll interval: how rarely an idle subscriber looks
+_PER_VERSION: Final = 3  # requests that nobody could do without: manifest, chunk, status object
+
 Counts = Counter[str]
 
 
@@ -115,6 +118,10 @@ def measure(args: argparse.Namespace, fleet: Fleet, trainer: Trainer) -> dict[st
         "phases": phases(rows),
         "idle": rates(idle, idle_seconds, args.subscribers),
         "busy": rates(busy, seconds, args.subscribers),
+        "idle_of_minimum": requests(idle)
+        / (idle_seconds * args.subscribers / (_PATIENCE * args.poll_interval)),
+        "busy_of_minimum": requests(busy)
+        / (args.subscribers * (seconds / args.poll_interval + _PER_VERSION * args.versions)),
         "per_version": {kind: n / args.subscribers / args.versions for kind, n in busy.items()},
         "usd_per_idle_day": cost(idle) / idle_seconds * 86400 / args.subscribers,
     }
@@ -142,6 +149,10 @@ def rates(counts: Counts, seconds: float, subscribers: int) -> dict[str, dict[st
     }
 
 
+def requests(counts: Counts) -> int:
+    return sum(counts[kind] for kind in _PRICES)
+
+
 def cost(counts: Counts) -> float:
     """USD."""
     return sum(price * counts[kind] for kind, price in _PRICES.items())
@@ -166,7 +177,9 @@ def report(result: dict[str, Any]) -> None:
             f"  {kind:28} {idle['per_second']:12.2f} {idle['per_subscriber']:12.4f}"
             f" {busy['per_second']:14.2f} {busy['per_subscriber']:12.4f} {result['per_version'].get(kind, 0):12.2f}"
         )
-    print(f"\nan idle subscriber-day at list prices: {result['usd_per_idle_day']:.4f} USD")
+    print("\nrequests, of the least that these intervals allow: ", end="")
+    print(f"idle {result['idle_of_minimum']:.2f}, busy {result['busy_of_minimum']:.2f}")
+    print(f"an idle subscriber-day at list prices: {result['usd_per_idle_day']:.4f} USD")
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

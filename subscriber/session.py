@@ -119,7 +119,10 @@ class Session:
                 if once:
                     raise
                 self._note(error)
-                self._lease.tell()
+                if self._lost == 1:
+                    await self._lease.renew()
+                else:
+                    self._lease.tell()
                 await sleep_until(self._wake, self._backoff(self._lost))
         if self._lost:
             self._lost = 0
