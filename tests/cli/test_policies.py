@@ -25,7 +25,7 @@ from subscriber.fleet import Fleet
 from subscriber.torch_engine import TorchEngine
 from tests.manifest.test_parts import LAYOUT, a_call, a_part
 from tests.publisher.zoo import Zoo, adamw, attach, train
-from tests.subscriber.parts import module_for, small_weights
+from tests.subscriber.parts import differing, module_for, small_weights
 from tests.support.iam import Policy, Request, enforcing
 from tests.support.streams import StreamBuilder
 
@@ -186,6 +186,24 @@ def test_no_policy_reaches_another_stream(name: str, world: World) -> None:
         listing = Request("s3:ListBucket", f"arn:aws:s3:::{BUCKET}", {"s3:prefix": f"{other}/versions/"})
         assert not policy.allows(listing)
     assert not policy.allows(Request("s3:ListBucket", f"arn:aws:s3:::{BUCKET}", {"s3:prefix": ""}))
+
+
+def test_a_subscriber_that_may_only_read_follows_all_the_same(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = world.stream()
+    policy = world.policy("reader")
+    module = module_for(builder.weights[0])
+    with enforcing(policy) as endpoint:
+        config = SubscriberConfig(store=world.config(endpoint), id=ID, state_dir=world.tmp_path, http=None)
+        asyncio.run(Fleet(config, {"torch": TorchEngine(module)}).run(once=True))
+    assert not differing(module, builder.weights[2])
+    assert {request.resource.rpartition("/")[2] for request in policy.denied} == {f"{ID}.json"}
+    warnings = [
+        record.message for record in caplog.records if record.message.startswith("status_not_written")
+    ]
+    assert warnings
+    assert all('needs="put under subscribers/"' in warning for warning in warnings)
 
 
 def test_what_is_not_allowed_really_is_refused(world: World) -> None:

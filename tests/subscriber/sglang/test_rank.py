@@ -11,12 +11,15 @@ from torch import nn
 
 from chunkstore.digest import digest
 from manifest.catalog import Catalog, TensorSpec
+from subscriber.errors import StagingFull
 from subscriber.sglang import live
 from subscriber.sglang.boxes import Box, BoxMap
+from subscriber.sglang.client import raise_failures
 from subscriber.sglang.host import Ack
 from subscriber.sglang.rank import Rank
 from subscriber.sglang.wire import NOT_PAUSED, Order, Piece, RankFiles, file_hash
 from tests.subscriber.parts import TIMEOUT, live_bits, until
+from tests.support.disks import Limited, small_disk
 
 CATALOG = Catalog.of([TensorSpec("a", "BF16", (8,)), TensorSpec("b", "BF16", (8,))])
 
@@ -163,6 +166,20 @@ def test_what_is_read_while_somebody_writes_never_counts(
     assert not ack["ok"] or ack["token"] < served.rank.writes
     if ack["ok"]:
         assert not served.release()["ok"]
+
+
+def test_a_full_disk_is_named_and_the_next_try_succeeds(served: Served, tmp_path: Path) -> None:
+    fields = served.order("first", 0, 7.0)
+    with small_disk(Limited, tmp_path / "disk") as disk:
+        disk.fill()
+        served.ask("gather", **fields)
+        ack = served.ended("gather first")
+        assert (ack["ok"], ack["kind"]) == (False, StagingFull.kind)
+        assert f"{tmp_path}/0.old" in ack["error"]
+        assert "staging_dir" in ack["hint"]
+        with pytest.raises(StagingFull, match=r"server: reading failed: rank 0: .*0\.old"):
+            raise_failures("server", "reading", [ack])
+    served.load("first", 7.0)
 
 
 def test_nobody_reads_any_more_when_a_write_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
