@@ -80,7 +80,7 @@ class Explanation:
 
 def explain(
     optimizer: Any,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     config: PublisherConfig | Mapping[str, Any] | Path | str | None = None,
     *,
     masters: Masters = (),
@@ -95,7 +95,7 @@ def explain(
     checkpoint = (
         Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
     )
-    adapter, writer = recognise(optimizer, model, list(masters), writer)
+    adapter, writer = recognise(optimizer, model, list(masters), writer, checkpoint)
     rank, ranks = (0, 1) if writer is None else (writer.rank, writer.world_size)
     plan = plan_watch(adapter, checkpoint, settings, rank)
     problems = adapter.problems(plan.catalog)

@@ -104,7 +104,7 @@ class Publisher:
     def attach(
         cls,
         optimizer: Any,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         config: PublisherConfig | Mapping[str, Any] | Path | str,
         *,
         masters: Masters = (),
@@ -122,8 +122,8 @@ class Publisher:
         afterwards: (parameter of the model, its master in the optimizer) pairs. `optimizer` is then the inner one.
 
         `optimizer`: one of torch's, several, or a ZeroRedundancyOptimizer; `model`: plain, DDP, or with DTensors for
-        parameters (FSDP2, tensor parallelism). What was recognised is logged; `deltasync.explain` shows it without
-        publishing.
+        parameters (FSDP2, tensor parallelism). Or what Megatron-Core's get_megatron_optimizer returned, and the model
+        chunks that it was given. What was recognised is logged; `deltasync.explain` shows it without publishing.
 
         With `spool` in the config all of it happens in the process `deltasync publisher run`, which
         the optimizer state is shared with; the trainer waits for it up to `capture_timeout` seconds at a time.
@@ -140,13 +140,14 @@ class Publisher:
         checkpoint = (
             Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
         )
-        adapter, writer = recognise(optimizer, model, masters, writer)
+        adapter, writer = recognise(optimizer, model, masters, writer, checkpoint)
         if writer is not None and writer.world_size == 1 and writer.owned is None:
             writer = None
         _check_combination(settings, masters, store, writer, adapter)
         plan = plan_watch(adapter, checkpoint, settings, 0 if writer is None else writer.rank)
         plan.check(adapter)
         if settings.spool is not None:
+            assert isinstance(model, nn.Module)  # chunks of one are not sharable
             optimizers = list(adapter.optimizers)
             return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
         log.info("found %s", plan.describe(adapter.kind, writer))

@@ -14,23 +14,32 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from chunkstore.errors import ConfigError
+from manifest.checkpoint import Checkpoint
 from manifest.naming import canonical_tensors
 from publisher.adapters.base import Adapter
 from publisher.adapters.given import GivenAdapter
+from publisher.adapters.megatron import MegatronAdapter
 from publisher.adapters.plain import Masters, PlainAdapter
 from publisher.errors import OptimizerRefused
 from publisher.group import Writer
 
 
 def recognise(
-    optimizer: Any, model: nn.Module, masters: Masters, writer: Writer | None
+    optimizer: Any,
+    model: Any,
+    masters: Masters,
+    writer: Writer | None,
+    checkpoint: Checkpoint | None,
 ) -> tuple[Adapter, Writer | None]:
     """The adapter for what is given, and this process's place among the writers; None: it feeds the stream alone.
 
     Where the model is spread over ranks and no `writer` is given, all ranks of torch.distributed are the writers, who
-    have to ask together. Frameworks that are not imported cannot have made anything, and are not imported here.
-    Raises OptimizerRefused, ConfigError.
+    have to ask together. `checkpoint`: what the run started from. Frameworks that are not imported cannot have made
+    anything, and are not imported here.
+    Raises OptimizerRefused, ConfigError, MappingMismatch.
     """
+    if _any([optimizer], "megatron.core.optimizer.optimizer", "MegatronOptimizer"):
+        return _megatron(optimizer, model, list(masters), writer, checkpoint)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if writer is not None and writer.owned is not None:
         return GivenAdapter(model, optimizers, masters, writer), writer
@@ -56,6 +65,22 @@ def _any(things: Iterable[object], module: str, name: str) -> bool:
 
 def _stepped(optimizers: Sequence[Optimizer]) -> Iterable[torch.Tensor]:
     return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def _megatron(
+    optimizer: Any,
+    model: Any,
+    masters: Sequence[object],
+    writer: Writer | None,
+    checkpoint: Checkpoint | None,
+) -> tuple[Adapter, Writer]:
+    if masters or (writer is not None and writer.owned is not None):
+        raise OptimizerRefused(
+            "Megatron-Core's optimizer is given together with masters or owned shards, which it tells by itself",
+            hint="give it alone",
+        )
+    writer = writer or Writer.of_process_group()
+    return MegatronAdapter(model, optimizer, writer, checkpoint), writer
 
 
 def _zero_redundancy(

@@ -132,11 +132,13 @@ class Run:
 class Local:
     """A local parameter: its runs tile it, ascending. `shape`: of the parameter, as the model's sizes make it.
 
-    `copy`: another rank, or another parameter, has these elements and is asked for them.
+    `shared`: several ranks with other coordinates, or other parameters, have the same elements, and are kept equal by
+    Megatron. `copy`: this is not the one of them that counts.
     """
 
     shape: Shape
     runs: tuple[Run, ...]
+    shared: bool = False
     copy: bool = False
 
 
@@ -229,7 +231,7 @@ _Segment = tuple[str | None, int, int]
 def _vocabulary(tensor: str, model: Architecture, at: Coordinates, *, copy: bool) -> Local:
     segments: list[_Segment] = [(tensor, 0, model.vocab), (None, 0, model.padded_vocab - model.vocab)]
     local = _rows(tensor, segments, model.hidden, at.tp)
-    return Local(local.shape, local.runs, copy)
+    return Local(local.shape, local.runs, shared=model.tied, copy=copy)
 
 
 def _qkv(layer: str, kind: str, model: Architecture) -> list[_Segment]:
@@ -276,7 +278,8 @@ def _columns(name: str, tensor: str, rows: int, width: int, at: tuple[int, int])
 def _alike(tensor: str, shape: Shape, at: Coordinates) -> Local:
     """All TP ranks have the same; the first one's counts."""
     numel = prod(shape)
-    return Local(shape, (Run(0, numel, tensor, Region.of(0, (numel,), (1,))),), copy=at.tp[0] > 0)
+    run = Run(0, numel, tensor, Region.of(0, (numel,), (1,)))
+    return Local(shape, (run,), shared=at.tp[1] > 1, copy=at.tp[0] > 0)
 
 
 def _share(name: str, whole: int, ranks: int) -> int:

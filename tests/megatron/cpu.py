@@ -46,7 +46,9 @@ def _type(kind: Callable[..., Any]) -> Callable[..., Any]:
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = kind(self, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+        if not isinstance(found, str) or "cuda" in found:  # a function mode calls it twice
+            return found
+        return found.replace("torch.", "torch.cuda.")
 
     return named
 

@@ -20,17 +20,24 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from tests.support.megatron_slices import Sizes, Stage, Tensors, sliced
 
-__all__ = ["Layout", "begin", "cpu", "load", "make", "read", "sizes_of", "stage_of"]
+__all__ = ["Chunk", "Layout", "begin", "cpu", "load", "make", "padded", "read", "sizes_of"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are, and of each kind of parallelism. Experts are never tensor parallel."""
+    """How many ranks there are, and of each kind of parallelism. Experts are never tensor parallel.
+
+    `chunks`: of the model per pipeline stage; several: the interleaved schedule. `overlap`: ranks get each other's
+    updated parameters only with the next forward pass. `fp32`: parameters without masters.
+    """
 
     world_size: int
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    chunks: int = 1
+    overlap: bool = False
+    fp32: bool = False
 
 
 def begin(layout: Layout) -> None:
@@ -38,6 +45,7 @@ def begin(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
     )
@@ -50,8 +58,16 @@ def read(folder: Path) -> tuple[Any, Tensors]:
     return AutoConfig.from_pretrained(folder), load_file(file)
 
 
-def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig, nn.Module]:
-    """This rank's part of the model, in eager torch."""
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model, and where it belongs."""
+
+    stage: Stage
+    gpt: nn.Module
+
+
+def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig, list[Chunk]]:
+    """This rank's parts of the model, in eager torch."""
     experts = getattr(hf, "num_experts", None)
     moe: dict[str, Any] = {}
     if experts:
@@ -87,6 +103,7 @@ def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         attention_softmax_in_fp32=True,
         gradient_accumulation_fusion=False,
         **moe,
@@ -94,18 +111,29 @@ def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded(hf.vocab_size, layout.tp),
-        max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=hf.rope_parameters["rope_theta"],
-    )
-    return config, model
+    chunks = []
+    for number in range(layout.chunks):
+        vp = number if layout.chunks > 1 else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp)
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded(hf.vocab_size, layout.tp),
+            max_sequence_length=64,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_parameters["rope_theta"],
+            vp_stage=vp,
+        )
+        offset = get_transformer_layer_offset(config, vp_stage=vp)
+        layers = range(offset, offset + hf.num_hidden_layers // (layout.pp * layout.chunks))
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        stage = Stage(tp, parallel_state.get_expert_model_parallel_rank(), 0, layers, first, last)
+        chunks.append(Chunk(stage, gpt))
+    return config, chunks
 
 
 def padded(vocab: int, tp: int) -> int:
@@ -122,23 +150,10 @@ def sizes_of(hf: Any, layout: Layout) -> Sizes:
     )  # fmt: skip
 
 
-def stage_of(config: TransformerConfig) -> Stage:
-    offset = get_transformer_layer_offset(config)
-    layers = config.num_layers // config.pipeline_model_parallel_size
-    return Stage(
-        tp=parallel_state.get_tensor_model_parallel_rank(),
-        ep=parallel_state.get_expert_model_parallel_rank(),
-        etp=0,
-        layers=range(offset, offset + layers),
-        first=parallel_state.is_pipeline_first_stage(),
-        last=parallel_state.is_pipeline_last_stage(),
-    )
-
-
-def load(model: nn.Module, full: Mapping[str, torch.Tensor], sizes: Sizes, at: Stage) -> None:
-    """Fill this rank's parameters, all of them, from a checkpoint's tensors by plain slicing."""
-    local = sliced(full, sizes, at)
-    parameters = dict(model.named_parameters())
+def load(chunk: Chunk, full: Mapping[str, torch.Tensor], sizes: Sizes) -> None:
+    """Fill a chunk's parameters, all of them, from a checkpoint's tensors by plain slicing."""
+    local = sliced(full, sizes, chunk.stage)
+    parameters = dict(chunk.gpt.named_parameters())
     assert parameters.keys() == local.keys(), parameters.keys() ^ local.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.megatron.models"])
+_PROCESSES.set_forkserver_preload(["tests.megatron.training"])
 
 _PATIENCE = 120.0
 
