@@ -43,6 +43,11 @@ def recognise(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if writer is not None and writer.owned is not None:
         return GivenAdapter(model, optimizers, masters, writer), writer
+    if _any(model.modules(), "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        raise OptimizerRefused(
+            "the model is wrapped in FullyShardedDataParallel: its flat parameters do not tell which tensors they hold",
+            hint="use fully_shard (FSDP2), or name the shards: deltasync.Owned",
+        )
     if _any(optimizers, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
         return _zero_redundancy(optimizers, model, list(masters), writer)
     if _any(

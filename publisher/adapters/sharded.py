@@ -92,8 +92,12 @@ class ShardedAdapter(PlainAdapter):
         for spec in catalog.tensors:
             tensor = live[spec.name]
             if isinstance(tensor, DTensor):
-                with torch.no_grad():
-                    whole = tensor.full_tensor()
+                with (
+                    torch.no_grad()
+                ):  # shards that FSDP offloads are gathered where its ranks can communicate
+                    there = tensor.to(tensor.device_mesh.device_type)
+                    assert isinstance(there, DTensor)
+                    whole = there.full_tensor()
                 for piece in self.pieces_of(spec.name, tensor):
                     own += _misplaced(piece, tensor, whole)
         stepped = [piece for piece in self.pieces(catalog) if piece.key is not None]
@@ -131,7 +135,7 @@ def _misplaced(piece: Piece, tensor: DTensor, whole: torch.Tensor) -> list[str]:
         return [f"{piece.name} would reach element {piece.region.last} of {whole.numel()}"]
     assert piece.stride is not None
     wanted = whole.contiguous().as_strided(piece.tensor.shape, piece.stride, piece.start)
-    bits = (x.detach().reshape(-1).view(torch.uint8) for x in (wanted, piece.tensor))
+    bits = (x.detach().reshape(-1).view(torch.uint8) for x in (wanted.to(piece.tensor.device), piece.tensor))
     return [] if torch.equal(*bits) else [f"{piece.name} holds other values than torch gathers in its place"]
 
 

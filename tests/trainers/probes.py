@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as right
 from torch.nn.parallel import DistributedDataParallel
@@ -94,6 +94,10 @@ class Probes:
         optimizer = AdamW(model.parameters())
         fully_shard(model)
         return self.attach(optimizer, model)
+
+    def first_fsdp(self) -> str:
+        model = FullyShardedDataParallel(Small(), device_id=torch.device("cpu"))
+        return self.attach(AdamW(model.parameters()), model)
 
     def spool(self) -> str:
         model = Small()

@@ -43,6 +43,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
         ),
         ("drifted", ["mapping", "rank 1: up.weight differs from what rank 0 holds of it"]),
         ("before", ["optimizer_refused", "no parameter of the model is in the optimizer"]),
+        ("first_fsdp", ["optimizer_refused", "wrapped in FullyShardedDataParallel"]),
         ("spool", ["config", "FSDP2 (2: S(0))", "with `spool` one process"]),
         ("not_adam", ["refused: is stepped by SGD", "refused: rank 1: up.weight is stepped by SGD"]),
         ("with_another", ["optimizer_refused", "together with other optimizers"]),
