@@ -27,10 +27,12 @@ def placed(shard: Shard, section: Section) -> Iterator[Section]:
 
 
 def _elements(section: Section, box: Region) -> Iterator[Section]:
-    numbers: Offsets = np.arange(section.start, section.stop, dtype=np.int64)
-    if section.offsets is not None:
-        numbers = section.start + section.offsets.astype(np.int64)
-    indices = indices_at(box, numbers)
+    indices: Offsets
+    if section.offsets is None:
+        runs = runs_at(box, section.start, section.stop)
+        indices = np.concatenate([np.add.outer(firsts, np.arange(length)).ravel() for firsts, length in runs])
+    else:
+        indices = indices_at(box, section.start + section.offsets.astype(np.int64))
     windows = np.arange(indices[0] // WINDOW, indices[-1] // WINDOW + 2) * WINDOW
     for low, high in pairwise(np.searchsorted(indices, windows).tolist()):
         if low < high:
