@@ -303,3 +303,22 @@ def test_a_dead_writers_temporary_can_be_found_and_removed(tmp_path: Path) -> No
     assert list(store.temporaries()) == []
     assert not (tmp_path / "root" / "c").exists()
     assert [info.key for info in store.list_after("")] == ["a/b/kept"]
+
+
+def test_directories_that_a_dead_process_left_empty_can_be_found_and_removed(
+    store: PosixStore, root: Path
+) -> None:
+    store.put("chunks/1/a", b"")
+    store.put("chunks/2/a/b", b"")
+    program = f"from chunkstore.posix import PosixStore; PosixStore({str(root)!r}).delete('chunks/2/a/b')"
+    environment = os.environ | {"DELTASYNC_CRASH_AT": "chunkstore.posix.after_unlink"}
+    died = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert [info.key for info in store.temporaries()] == ["chunks/2/a/"]
+    store.delete_temporary("chunks/2/a/")
+    store.delete_temporary("chunks/2/a/")
+    store.delete_temporary("chunks/1/")  # somebody has put something there since
+    assert sorted(path.name for path in root.rglob("*")) == ["1", "a", "chunks"]
+    for name in ("", "/", "../", "chunks/1", "chunks//", "chunks/../1/"):
+        with pytest.raises(InvalidKey):
+            store.delete_temporary(name)
