@@ -67,17 +67,34 @@ def _manifest(log: "VersionLog", version: int, alternate: bool) -> "Manifest":
 
 
 def _show_log(log: "VersionLog", as_json: bool) -> None:
+    """Print the log. Raises, afterwards, the error of the first version that cannot be read."""
+    from chunkstore.errors import Action, DeltasyncError
+
     alternates = set(log.alternates())
-    rows = [_row(log.read_required(v)) | {"alternate": v in alternates} for v in log.versions()]
+    rows: list[dict[str, Any]] = []
+    errors: dict[int, DeltasyncError] = {}
+    for version in log.versions():
+        try:
+            rows.append(_row(log.read_required(version)) | {"alternate": version in alternates})
+        except DeltasyncError as error:  # a stray key, or one that is damaged, hides no other
+            if error.action is Action.RETRY:
+                raise
+            errors[version] = error
     if as_json:
-        print_json({"stream": log.stream.id, "url": log.store.url, "versions": rows})
-        return
-    print(f"stream {log.stream.id.hex()} at {log.store.url}: {counted(len(rows), 'version')}")
-    print(
-        table(
-            [{**row, "nbytes": human_bytes(row["nbytes"]), "signer": _short(row["signer"])} for row in rows]
+        unreadable = [{"version": v, "kind": e.kind, "message": e.message} for v, e in errors.items()]
+        print_json(
+            {"stream": log.stream.id, "url": log.store.url, "versions": rows, "unreadable": unreadable}
         )
-    )
+    else:
+        print(f"stream {log.stream.id.hex()} at {log.store.url}: {counted(len(rows), 'version')}")
+        shown = [
+            row | {"nbytes": human_bytes(row["nbytes"]), "signer": _short(row["signer"])} for row in rows
+        ]
+        print(table(shown))
+        for version, e in errors.items():
+            print(f"version {version} cannot be read: error[{e.kind}]: {e.message}")
+    if errors:
+        raise next(iter(errors.values()))
 
 
 def _short(signer: str | None) -> str | None:

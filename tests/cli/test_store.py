@@ -15,6 +15,7 @@ from chunkstore.open import StoreConfig, open_store
 from chunkstore.posix import PosixStore
 from deltasync.cli import main
 from deltasync.s3server import BUCKET, CREDENTIALS, EmbeddedS3Server
+from manifest.keys import manifest_key
 from tests.support.crashes import age
 from tests.support.streams import StreamBuilder, random_weights
 
@@ -56,6 +57,23 @@ def test_show_lists_the_log(stream: StreamBuilder, url: str, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert f"stream {stream.log.stream.id.hex()} at file://{url}: 3 versions" in text
     assert len(text.splitlines()) == 1 + 1 + 3
+
+
+def test_show_lists_what_can_be_read_and_fails_by_what_cannot(
+    stream: StreamBuilder, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in (1, 77):
+        stream.store.put(manifest_key(version), b"garbage")
+    assert main(["store", "show", url, "--json"]) == 1
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert [row["version"] for row in document["versions"]] == [0, 2]
+    assert [row["version"] for row in document["unreadable"]] == [1, 77]
+    assert said.err.startswith("error[manifest_invalid]: ")
+    assert main(["store", "show", url]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": 2 versions")
+    assert [line.split(":")[0] for line in lines[-2:]] == [f"version {v} cannot be read" for v in (1, 77)]
 
 
 def test_show_prints_a_manifest_in_full(
