@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from chunkstore.errors import StoreUnavailable
@@ -32,6 +33,36 @@ class Backoff:
         """Seconds to sleep before retry number `retry` of an operation begun at time `began`; None if too late."""
         seconds = self.uniform() * min(self.longest, self.first * 2.0 ** min(retry, 60))
         return seconds if self.clock() + seconds - began <= self.deadline else None
+
+
+def repeated(
+    call: Callable[[], T],
+    backoff: Backoff,
+    on_retry: Callable[[StoreUnavailable], None] = lambda error: None,
+) -> T:
+    """What `call` returns once it does not raise StoreUnavailable; that error if it would be retried too late."""
+    retry, began = 0, backoff.clock()
+    while True:
+        try:
+            return call()
+        except StoreUnavailable as error:
+            _pause(backoff, error, retry, began, on_retry)
+            retry += 1
+
+
+def _pause(
+    backoff: Backoff,
+    error: StoreUnavailable,
+    retry: int,
+    began: float,
+    on_retry: Callable[[StoreUnavailable], None],
+) -> None:
+    """Sleep before the next try, or raise `error` if that would come too late."""
+    seconds = backoff.wait(retry, began)
+    if seconds is None:
+        raise error
+    on_retry(error)
+    backoff.sleep(seconds)
 
 
 class RetryStore(Store):
@@ -81,7 +112,7 @@ class RetryStore(Store):
                     after, retry, began = info.key, 0, self._backoff.clock()
                 return
             except StoreUnavailable as error:
-                self._pause("list", error, retry, began)
+                _pause(self._backoff, error, retry, began, partial(self._on_retry, "list"))
                 retry += 1
 
     def delete(self, key: str) -> None:
@@ -94,18 +125,4 @@ class RetryStore(Store):
         self._repeat("delete", lambda: self._inner.delete_temporary(name))
 
     def _repeat(self, operation: str, call: Callable[[], T]) -> T:
-        retry, began = 0, self._backoff.clock()
-        while True:
-            try:
-                return call()
-            except StoreUnavailable as error:
-                self._pause(operation, error, retry, began)
-                retry += 1
-
-    def _pause(self, operation: str, error: StoreUnavailable, retry: int, began: float) -> None:
-        """Sleep before the next try, or raise `error` if that would come too late."""
-        seconds = self._backoff.wait(retry, began)
-        if seconds is None:
-            raise error
-        self._on_retry(operation, error)
-        self._backoff.sleep(seconds)
+        return repeated(call, self._backoff, partial(self._on_retry, operation))

@@ -8,13 +8,15 @@ that checks signatures checks too. Content-MD5 would cost a second, slower hash 
 checksum headers and trailers are refused, or stored as part of the object, by some servers.
 """
 
+import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final, cast
 
 import botocore.session
+from botocore.awsrequest import AWSPreparedRequest
 from botocore.config import Config
 from botocore.loaders import create_loader
 
@@ -55,6 +57,7 @@ MAX_PUT: Final = 5 << 30
 class S3Store(Store):
     """Objects under `prefix` of `bucket`; timeouts in seconds, `connections` per process, `page` keys per listing.
 
+    `hold`: called in every put when all but the last byte has been sent, so that several can arrive at one moment.
     The HTTP client is made on first use, anew in every process, and anew after the server has refused its credentials,
     so that rotated ones are read from wherever the AWS chain finds them.
     """
@@ -71,7 +74,9 @@ class S3Store(Store):
         read_timeout: float = 60.0,
         connections: int = 10,
         page: int = 1000,
+        hold: Callable[[], object] | None = None,
     ) -> None:
+        self._hold = hold
         self._bucket = bucket
         self._base = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint_url = endpoint_url
@@ -96,14 +101,11 @@ class S3Store(Store):
     def get(self, key: str, *, limit: int) -> bytes:
         with self._errors("get", key):
             response = self._client().get_object(Bucket=self._bucket, Key=self._name(key))
-            size = response.get("ContentLength")
-            if size is not None and size > limit:
+            size = response["ContentLength"]
+            if size > limit:
                 response["Body"].close()
-                raise self._over_limit(key, size, limit)
-            data = self._body("get", key, response, limit if size is None else size)
-            if len(data) > limit:
-                raise self._over_limit(key, len(data), limit)
-            return data
+                raise LimitExceeded(f"get {self.url}/{key}: {size} bytes, more than the limit of {limit}")
+            return self._body("get", key, response)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         name = self._name(key)
@@ -123,15 +125,15 @@ class S3Store(Store):
                 if status_of(error)[0] == 416:
                     raise self._ends_early(key, None, start + length) from error
                 raise
-            size = response.get("ContentLength", length)
-            content_range = response.get("ContentRange")
-            if size > length or (content_range is None and start > 0):
+            size = response["ContentLength"]
+            whole = response["ResponseMetadata"]["HTTPStatusCode"] != 206
+            if size > length or (whole and start > 0):
                 response["Body"].close()
                 raise StoreUnsuitable(
                     f"get_range {self.url}/{key}: the server ignores the Range header",
                     hint="use a server that supports ranged reads",
                 )
-            data = self._body("get_range", key, response, size)
+            data = self._body("get_range", key, response)
             if size < length:
                 raise self._ends_early(key, start + size, start + length)
             return data
@@ -175,7 +177,7 @@ class S3Store(Store):
                     Bucket=self._bucket, Prefix=self._base + prefix, StartAfter=last, MaxKeys=self._page
                 )
                 contents = response.get("Contents", [])
-                more = response.get("IsTruncated", False)
+                more = response["IsTruncated"]  # every listing says so: without it, this is none
                 if more and not contents:
                     raise StoreUnavailable(
                         f"list {self.url}/{prefix}: a page without keys claims that more follow"
@@ -225,12 +227,21 @@ class S3Store(Store):
             # description of S3 again, for 0.1 s, while each try with credentials that have run out needs one.
             session = botocore.session.Session()
             session.register_component("data_loader", _loader)
-            client = session.create_client(
+            made = session.create_client(
                 "s3", endpoint_url=self._endpoint_url, region_name=self._region, config=self._config
             )
-            return cast("S3Client", client)
         except ValueError as error:
             raise ConfigError(f"{self.url}: {error}", hint="check endpoint_url and region") from error
+        client = cast("S3Client", made)
+        hold = self._hold
+        if hold is not None:
+
+            def hold_back(request: AWSPreparedRequest, **_: object) -> None:
+                assert isinstance(request.body, io.BytesIO), "how boto3 keeps the bytes that it is given"
+                request.body = _HeldBack(request.body.getvalue(), hold)
+
+            client.meta.events.register("before-send.s3.PutObject", hold_back)
+        return client
 
     @contextmanager
     def _errors(self, operation: str, key: str) -> Iterator[None]:
@@ -242,8 +253,13 @@ class S3Store(Store):
             if isinstance(raised, (AccessDenied, CredentialsExpired)):
                 self._made = None
             raise raised from error
-        except KeyError as error:  # of the answer, where S3 promises the field
+        # Of an answer whose head was cut off, which http.client takes for whole: a field is missing, or half a date.
+        except KeyError as error:
             raise StoreUnavailable(f"{operation} {self.url}/{key}: the answer has no {error}") from error
+        except ValueError as error:
+            raise StoreUnavailable(
+                f"{operation} {self.url}/{key}: the answer makes no sense: {error}"
+            ) from error
 
     def _to_send(self, operation: str, key: str, data: Buffer) -> bytes:
         body = bytes(data)  # no copy of bytes; botocore takes no memoryview
@@ -254,25 +270,39 @@ class S3Store(Store):
             )
         return body
 
-    def _body(self, operation: str, key: str, response: "GetObjectOutputTypeDef", expected: int) -> bytes:
-        """The response's body. Raises StoreUnavailable if it is shorter than the server announced."""
+    def _body(self, operation: str, key: str, response: "GetObjectOutputTypeDef") -> bytes:
+        """The response's body. Raises StoreUnavailable if it is shorter or longer than the server announced."""
         parts: list[bytes] = []
-        left = expected + 1  # one more than is wanted, to notice a body that is longer
+        announced = response["ContentLength"]
+        left = announced + 1  # one more than is wanted, to notice a body that is longer
         with closing(response["Body"]) as body:
             while left and (part := body.read(left)):
                 parts.append(part)
                 left -= len(part)
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        announced = response.get("ContentLength")
-        if announced is not None and len(data) != announced:
+        if len(data) != announced:
             raise StoreUnavailable(
                 f"{operation} {self.url}/{key}: the body ended after {len(data)} of {announced} bytes"
             )
         return data
 
-    def _over_limit(self, key: str, size: int, limit: int) -> LimitExceeded:
-        return LimitExceeded(f"get {self.url}/{key}: {size} bytes, more than the limit of {limit}")
-
     def _ends_early(self, key: str, size: int | None, end: int) -> CorruptObject:
         found = "before" if size is None else f"at byte {size}, before"
         return CorruptObject(f"get_range {self.url}/{key}: the object ends {found} byte {end}")
+
+
+class _HeldBack(io.BytesIO):
+    """A body as the HTTP client reads it to send it; `release` is called before the last byte is handed out."""
+
+    def __init__(self, body: bytes, release: Callable[[], object]) -> None:
+        super().__init__(body)
+        self._left = len(body)
+        self._release = release
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self._left == 1:
+            self._release()
+        most = max(self._left - 1, 1)
+        piece = super().read(most if size is None or size < 0 else min(size, most))
+        self._left -= len(piece)
+        return piece

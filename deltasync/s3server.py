@@ -31,7 +31,8 @@ CREDENTIALS: Final = {
 class OneAtATime:
     """A WSGI application that lets one request into `inner` at a time.
 
-    Bodies are received before and sent after a request's turn, so a slow client holds up nobody.
+    Bodies are received before and sent after a request's turn, so a slow client holds up nobody. A request whose body
+    is cut off is refused, as by S3; moto would store what there is of it.
     """
 
     def __init__(self, inner: WSGIApplication) -> None:
@@ -41,7 +42,11 @@ class OneAtATime:
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         whole = environ.get("wsgi.input_terminated", False)  # a chunked body, which ends by itself
         length = -1 if whole else int(environ.get("CONTENT_LENGTH") or 0)
-        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
+        body = environ["wsgi.input"].read(length)
+        if len(body) < length:
+            start_response("400 Bad Request", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>IncompleteBody</Code><Message>The body was cut off.</Message></Error>"]
+        environ["wsgi.input"] = io.BytesIO(body)
         with self._turn:
             return list(self._inner(environ, start_response))
 

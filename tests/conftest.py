@@ -1,12 +1,16 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and the S3 servers that its folders share."""
 
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import pytest
 import torch
+
+from deltasync.s3server import CREDENTIALS, EmbeddedS3Server
 
 # How long an example takes says how busy the machine is, and nothing about the code.
 hypothesis.settings.register_profile("suite", deadline=None)
@@ -29,3 +33,44 @@ if "sglang_trace" not in collect_ignore:
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "deltasync" / "demo" / "sglang_cpu"))
     importlib.import_module("sitecustomize")
+
+
+@pytest.fixture(scope="session")
+def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Credentials of the embedded server, and nothing else from the AWS chain of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        absent = tmp_path_factory.mktemp("aws") / "absent"
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, str(absent))
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def s3_server(aws: None) -> Iterator[EmbeddedS3Server]:
+    with EmbeddedS3Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(aws: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The endpoint of a second real S3 server."""
+    from tests.support import seaweed  # boto3 is not in SGLang's environment
+
+    with seaweed.seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["moto", "seaweedfs"])
+def s3_endpoint(request: pytest.FixtureRequest) -> str:
+    """Of each S3 server in turn; both have the bucket `BUCKET`."""
+    if request.param == "seaweedfs":
+        endpoint: str = request.getfixturevalue("seaweedfs")
+        return endpoint
+    server: EmbeddedS3Server = request.getfixturevalue("s3_server")
+    return server.url

@@ -1,10 +1,12 @@
 """What is particular to the store on S3: ambiguous answers, damaged bodies, credentials, forks, the wire."""
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,11 @@ from chunkstore.errors import (
     StoreUnsuitable,
 )
 from chunkstore.memory import MemoryStore
-from chunkstore.probe import require_put_if_absent
+from chunkstore.probe import require_put_if_absent, store_clock
 from chunkstore.retry import Backoff, RetryStore
 from chunkstore.s3 import S3Store
 from deltasync.s3server import BUCKET, EmbeddedS3Server
+from tests.support.faults import FaultStore
 from tests.support.scripted import Reply, Request, ScriptedServer, s3_error
 
 pytestmark = pytest.mark.usefixtures("aws")
@@ -117,6 +120,33 @@ def test_a_server_that_answers_412_but_overwrites_is_refused() -> None:
         require_put_if_absent(Overwriting())
 
 
+@pytest.mark.parametrize("fault", ["lost", "refused", "repeated"])
+def test_a_probe_that_meets_passing_faults_is_repeated(fault: str) -> None:
+    """A trainer does not fail to start because one answer was lost, or one request was sent twice below."""
+    faults = iter([True, True, True, False, True])
+
+    class Faulty(MemoryStore):
+        def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+            if not next(faults, False):
+                return super().put_if_absent(key, data)
+            if fault != "refused":
+                super().put_if_absent(key, data)
+            if fault == "repeated":
+                return False
+            raise StoreUnavailable(f"put_if_absent {key}")
+
+    slept: list[float] = []
+    store, backoff = Faulty(), Backoff(sleep=slept.append)
+    require_put_if_absent(store, backoff)
+    assert len(slept) >= 2
+    assert store_clock(store, backoff) > 0
+    assert list(store.list_after("")) == []
+    with pytest.raises(StoreUnavailable):
+        require_put_if_absent(
+            FaultStore(MemoryStore(), before=lambda *_: StoreUnavailable("503")), Backoff(deadline=0)
+        )
+
+
 def test_what_goes_on_the_wire_is_the_body_and_its_hash() -> None:
     """FIELD_REPORTS: boto3#4392, #4435: no checksum header or trailer that other servers would store or refuse."""
     with ScriptedServer(lambda request: Reply()) as server:
@@ -133,6 +163,15 @@ def test_what_goes_on_the_wire_is_the_body_and_its_hash() -> None:
     assert [request.path for request in server.requests] == ["/bucket/runs/1/a/b", "/bucket/runs/1/a/c"]
 
 
+def test_even_a_large_object_is_one_put() -> None:
+    """Completing a multipart upload is conditional on few servers, and on some of those lets two writers win."""
+    with ScriptedServer(lambda request: Reply()) as server:
+        assert store_at(server.url).put_if_absent("k", bytes(65 << 20))
+        assert [(one.method, one.path, len(one.body)) for one in server.requests] == [
+            ("PUT", "/bucket/runs/1/k", 65 << 20)
+        ]
+
+
 @pytest.mark.parametrize("announce", [11, 1 << 20])
 def test_a_body_that_ends_early_is_a_passing_fault(announce: int) -> None:
     """FIELD_REPORTS: vmlx-swift#217: never a shorter object, never zeros."""
@@ -141,6 +180,42 @@ def test_a_body_that_ends_early_is_a_passing_fault(announce: int) -> None:
             store_at(server.url).get("k", limit=1 << 20)
         with pytest.raises(StoreUnavailable):
             store_at(server.url).get_range("k", 0, announce)
+
+
+DATED = {"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+WHOLE: list[tuple[str, Reply, Callable[[S3Store], object], object]] = [
+    ("get", Reply(200, b"0123456789"), lambda store: store.get("k", limit=20), b"0123456789"),
+    ("get-range", Reply(206, b"345"), lambda store: store.get_range("k", 3, 3), b"345"),
+    ("head", Reply(200, b"0", DATED), lambda store: store.head("k") is not None, True),
+    ("list", listing("runs/1/a"), lambda store: [info.key for info in store.list_after("")], ["a"]),
+    ("created", Reply(200), lambda store: store.put_if_absent("k", b"x"), True),
+    ("taken", s3_error("PreconditionFailed", 412), lambda store: store.put_if_absent("k", b"x"), False),
+]
+
+
+@pytest.mark.filterwarnings("ignore::dateutil.parser.UnknownTimezoneWarning")  # half a date
+@pytest.mark.parametrize(
+    ("reply", "call", "truth"), [one[1:] for one in WHOLE], ids=[one[0] for one in WHOLE]
+)
+def test_an_answer_that_is_cut_anywhere_is_understood_or_a_passing_fault(
+    reply: Reply, call: Callable[[S3Store], object], truth: object
+) -> None:
+    """Also in its head, which http.client takes for whole: no object and no listing is empty because of that."""
+    cut = [reply]
+    with ScriptedServer(lambda request: cut[0]) as server:
+        store = store_at(server.url)
+        assert call(store) == truth
+        for sent in itertools.count():
+            cut[0] = replace(reply, sent=sent)
+            try:
+                assert call(store) == truth, f"after {sent} bytes"
+            except StoreUnavailable:
+                understood = False
+                continue
+            understood = True
+            if sent > 400:
+                break
+    assert understood
 
 
 def test_a_huge_object_is_refused_before_it_is_read() -> None:

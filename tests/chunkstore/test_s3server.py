@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -76,3 +77,15 @@ def test_a_client_that_is_slow_to_send_holds_up_nobody() -> None:
     slow_reads.set()
     slow.join(30)
     assert served == ["/quick", "/slow"]
+
+
+def test_a_request_that_is_cut_off_changes_nothing() -> None:
+    """moto would store what there is of it."""
+    with EmbeddedS3Server() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            head = f"PUT /{BUCKET}/cut HTTP/1.1\r\nHost: {host}\r\nContent-Length: 10\r\n\r\n"
+            client.sendall(head.encode() + b"01234")
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+        assert S3Store(BUCKET, endpoint_url=server.url, path_style=True).head("cut") is None

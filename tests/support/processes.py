@@ -9,6 +9,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "deltasync.cli",
+        "tests.e2e.contenders",
+        "tests.manifest.rivals",
         "tests.publisher.crashing_trainer",
         "tests.publisher.gloo_rank",
         "tests.publisher.ranks",

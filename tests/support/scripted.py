@@ -1,5 +1,6 @@
 """An HTTP server that answers every request as the test says: errors, cut-off bodies, no answer at all."""
 
+import io
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +20,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer. `announce` bytes are promised as Content-Length (default: the body's); status 0 hangs up instead."""
+    """One answer. `announce` bytes are promised as Content-Length (default: the body's); status 0 hangs up instead.
+
+    `sent`: so many bytes of the answer, head and all, go out before the connection is closed.
+    """
 
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     announce: int | None = None
+    sent: int | None = None
 
 
 def s3_error(code: str, status: int) -> Reply:
@@ -53,6 +58,8 @@ class ScriptedServer:
                 if reply.status == 0:
                     self.close_connection = True
                     return
+                wire = self.wfile
+                self.wfile = io.BytesIO()
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():
                     self.send_header(name, value)
@@ -60,7 +67,9 @@ class ScriptedServer:
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(reply.body)
-                if reply.announce is not None:
+                wire.write(self.wfile.getvalue()[: reply.sent])
+                self.wfile = wire
+                if reply.announce is not None or reply.sent is not None:
                     self.close_connection = True
 
             do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
