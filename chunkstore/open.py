@@ -1,5 +1,6 @@
 """From a store's configuration to a store that is ready to use."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import unquote
@@ -13,6 +14,8 @@ from chunkstore.metrics import MetricsStore, StoreMetrics
 from chunkstore.posix import PosixStore
 from chunkstore.retry import Backoff, RetryStore
 from chunkstore.store import Store
+
+Hold = Callable[[], object] | None
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -61,23 +64,27 @@ class StoreConfig(BaseModel):
         return self
 
 
-def open_store(config: StoreConfig, metrics: StoreMetrics | None = None) -> Store:
+def open_store(
+    config: StoreConfig, metrics: StoreMetrics | None = None, *, page: int = 1000, hold: Hold = None
+) -> Store:
     """The store of `config`, counted in `metrics`, limited and retried. Connects to nothing yet.
 
-    Raises ConfigError if the package for this kind of store is not installed or its URL is not usable.
+    `page`: keys per request of a listing, where that takes requests. `hold`: called in every put_if_absent before its
+    last step, where it has several. Raises ConfigError if the package for this kind of
+    store is not installed or its URL is not usable.
     """
     counters = metrics or StoreMetrics()
-    raw = _raw(config)
+    raw = _raw(config, page, hold)
     retried = RetryStore(raw, Backoff(deadline=config.retry_deadline), on_retry=counters.retried)
     return MetricsStore(LimitStore(retried, config.concurrency), counters)
 
 
-def _raw(config: StoreConfig) -> Store:
+def _raw(config: StoreConfig, page: int, hold: Hold) -> Store:
     scheme, rest = _split(config.url)
     if scheme == "":
-        return PosixStore(Path(rest).expanduser())
+        return PosixStore(Path(rest).expanduser(), hold=hold)
     if scheme == "file":
-        return PosixStore(unquote(rest.removeprefix("localhost")))
+        return PosixStore(unquote(rest.removeprefix("localhost")), hold=hold)
     if scheme == "memory":
         return MemoryStore.named(rest)
     # Imported only here: a process that keeps its streams elsewhere need not have, or load, these packages.
@@ -95,6 +102,8 @@ def _raw(config: StoreConfig) -> Store:
                 connect_timeout=config.connect_timeout,
                 read_timeout=config.read_timeout,
                 connections=config.concurrency,
+                page=page,
+                hold=hold,
             )
         from chunkstore.fsspec_store import FsspecStore
 

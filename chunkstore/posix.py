@@ -7,7 +7,7 @@ or renamed (put) to their name, and every directory up to the root flushed befor
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import itemgetter
@@ -61,10 +61,14 @@ _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
 
 
 class PosixStore(Store):
-    """Objects as files below `root`, which the first write creates."""
+    """Objects as files below `root`, which the first write creates.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    `hold`: called in every put_if_absent before the link, so that several can get there at one moment.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, hold: Callable[[], object] | None = None) -> None:
         self._root = Path(os.path.abspath(root))
+        self._hold = hold
 
     @property
     def url(self) -> str:
@@ -108,6 +112,8 @@ class PosixStore(Store):
         path = self._path(key)
         with self._errors("put_if_absent", key), self._temporary(path, data) as temporary:
             crash_point("chunkstore.posix.before_link")
+            if self._hold is not None:
+                self._hold()
             created = self._link(temporary, path)
             crash_point("chunkstore.posix.after_link")
             # Also when the key is taken: its writer may die before it flushes what the caller now builds on.

@@ -5,7 +5,7 @@ Exit codes, the same for every command:
     0    done, and where a question was asked the answer is yes
     1    a DeltasyncError, printed as `error[kind]: message` and `hint:` on stderr; or the answer is no
          (`demo`: not bit-identical, `store verify`: damage found, `status --max-lag`: a subscriber is behind,
-         `smoke`: a step failed)
+         `smoke`, `store check`: a step failed)
     2    the command line itself is wrong
     130  interrupted with Ctrl-C
 
@@ -28,6 +28,7 @@ from deltasync.commands import (
     publisher_run,
     smoke,
     status,
+    store_check,
     store_compact,
     store_export,
     store_gc,
@@ -54,8 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
     publisher_run.register(commands)
     subscriber_run.register(commands)
     status.register(commands)
-    store = commands.add_parser("store", help="look after a stream: show, verify, export, compact, gc")
+    store = commands.add_parser("store", help="look after a stream: check, show, verify, export, compact, gc")
     store_commands = store.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    store_check.register(store_commands)
     store_show.register(store_commands)
     store_verify.register(store_commands)
     store_export.register(store_commands)

@@ -1,12 +1,9 @@
-"""Steps of `smoke`, and what they learn of the stream and of live weights."""
+"""Steps of `smoke`: what they learn of the stream and of live weights."""
 
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from chunkstore.digest import U64
-from chunkstore.errors import DeltasyncError, ObjectMissing
+from chunkstore.errors import ObjectMissing
 from chunkstore.open import StoreConfig, open_store
 from manifest.catalog import Catalog
 from manifest.errors import Untrusted
@@ -20,58 +17,6 @@ from subscriber.threads import in_thread
 
 _SEARCHED: Final = 100  # newest versions that live weights are compared with
 _TRIES: Final = 5  # of reading weights that the daemon happens to write
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One check. `server`: whose, None for what all have in common. `detail`: what was found, or what is wrong.
-
-    `kind`, `hint`: of the error, if it failed.
-    """
-
-    name: str
-    server: str | None
-    outcome: Literal["ok", "failed", "skipped"]
-    detail: str
-    seconds: float = 0.0
-    kind: str | None = None
-    hint: str = ""
-
-
-class Steps:
-    """Does steps one after the other and tells each one's outcome; what needs one that failed is skipped."""
-
-    def __init__(self, tell: Callable[[Step], None]) -> None:
-        self._tell = tell
-        self._missing: set[tuple[str | None, str]] = set()
-
-    @property
-    def ok(self) -> bool:
-        """Whether all has been well so far."""
-        return not self._missing
-
-    async def do(
-        self,
-        name: str,
-        work: Callable[[], Awaitable[str]],
-        needs: tuple[str, ...] = (),
-        server: str | None = None,
-    ) -> None:
-        """`work` returns what it found, or raises DeltasyncError. `needs`: names of earlier steps."""
-        lacking = [need for need in needs if {(server, need), (None, need)} & self._missing]
-        began = time.perf_counter()
-        try:
-            step = (
-                Step(name, server, "skipped", f"needs: {', '.join(lacking)}")
-                if lacking
-                else Step(name, server, "ok", await work(), time.perf_counter() - began)
-            )
-        except DeltasyncError as error:
-            seconds = time.perf_counter() - began
-            step = Step(name, server, "failed", error.message, seconds, error.kind, error.hint)
-        if step.outcome != "ok":
-            self._missing.add((server, name))
-        self._tell(step)
 
 
 class Stream:

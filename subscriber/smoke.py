@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from chunkstore.steps import Steps
 from manifest.key_files import load_trust
-from subscriber.checks import Steps, Stream, name_weights
+from subscriber.checks import Stream, name_weights
 from subscriber.config import SGLangEngineConfig, SubscriberConfig
 from subscriber.disk import disk_errors
 from subscriber.engine import Engine

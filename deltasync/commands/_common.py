@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from chunkstore.metrics import StoreMetrics
+    from chunkstore.open import StoreConfig
     from chunkstore.store import Store
     from manifest.checkpoint import Checkpoint
     from manifest.log import VersionLog
@@ -30,8 +31,15 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
 
 def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) -> "Store":
     """The store that the options of `add_store_options` name, counted in `metrics`. Raises ConfigError."""
+    from chunkstore.open import open_store
+
+    return open_store(store_config_of(args), metrics)
+
+
+def store_config_of(args: argparse.Namespace) -> "StoreConfig":
+    """What the options of `add_store_options` say. Raises ConfigError."""
     from chunkstore.config import parse_config
-    from chunkstore.open import StoreConfig, open_store
+    from chunkstore.open import StoreConfig
 
     options = {
         "endpoint_url": args.endpoint_url,
@@ -39,7 +47,7 @@ def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) ->
         "path_style": args.path_style or None,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    return open_store(parse_config({"url": args.url, **given}, StoreConfig, source="command line"), metrics)
+    return parse_config({"url": args.url, **given}, StoreConfig, source="command line")
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:

@@ -2,16 +2,14 @@
 
 import argparse
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, counted, print_json
+from deltasync.commands._common import Commands, counted
+from deltasync.commands._steps import Telling
 
 if TYPE_CHECKING:
-    from subscriber.checks import Step, Steps
-
-_WORDS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
+    from chunkstore.steps import Steps
 
 
 def register(commands: Commands) -> None:
@@ -27,23 +25,9 @@ def register(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from subscriber.checks import Steps
-
-    done: list[Step] = []
-
-    def tell(step: "Step") -> None:
-        done.append(step)
-        if not args.json:
-            print("\n".join(_lines(step)), flush=True)
-
-    steps = Steps(tell)
-    asyncio.run(_smoke(steps, args.config))
-    failed = sum(step.outcome == "failed" for step in done)
-    if args.json:
-        print_json({"ok": steps.ok, "steps": [asdict(step) for step in done]})
-    else:
-        print("all is well" if steps.ok else f"{counted(failed, 'step')} failed")
-    return 0 if steps.ok else 1
+    telling = Telling(json=args.json)
+    asyncio.run(_smoke(telling.steps, args.config))
+    return telling.end("all is well")
 
 
 async def _smoke(steps: "Steps", path: Path) -> None:
@@ -70,15 +54,3 @@ async def _smoke(steps: "Steps", path: Path) -> None:
     await steps.do("config", read_config)
     if read:
         await smoke(steps, read[0], make_engine)
-
-
-def _lines(step: "Step") -> list[str]:
-    where = step.name if step.server is None else f"{step.server}: {step.name}"
-    lines = [f"{_WORDS[step.outcome]:8}{where}: {step.detail}"]
-    if step.outcome == "ok":
-        lines[0] += f" ({step.seconds:.2f} s)"
-    if step.outcome == "failed":
-        lines[0] = f"{_WORDS[step.outcome]:8}{where}: error[{step.kind}]: {step.detail}"
-    if step.hint:
-        lines.append(f"{'':8}hint: {step.hint}")
-    return lines

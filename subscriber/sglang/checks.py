@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from subscriber.checks import Steps, Stream, name_weights
+from chunkstore.steps import Steps
+from subscriber.checks import Stream, name_weights
 from subscriber.config import ServerConfig, SGLangEngineConfig
 from subscriber.errors import EngineMismatch
 from subscriber.sglang.client import Ack, Client, check_access, check_ranks

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from chunkstore import qualify
 from chunkstore.errors import AccessDenied, DeltasyncError
 from chunkstore.open import StoreConfig, open_store
 from chunkstore.store import Store
@@ -70,8 +71,20 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield World(server, tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qualify, "_RACE_SECONDS", 0.0)
+    monkeypatch.setattr(qualify, "_RACED_AT_LEAST", 2)
+    monkeypatch.setattr(qualify, "_ROUNDS", 1)
+    monkeypatch.setattr(qualify, "_SIZES", (0, 1000))
+
+
 def publish(world: World, endpoint: str) -> None:
-    """Start, versions, anchors on the side, a takeover; compaction; and what several writers say to each other."""
+    """Start, versions, anchors on the side, a takeover; compaction; and what several writers say to each other.
+
+    Before them `store check`, which is to be run with these permissions.
+    """
+    assert main(["store", "check", world.url, "--endpoint-url", endpoint, "--path-style"]) == 0
     model, store = Zoo(), world.store(endpoint)
     optimizer = adamw(model)
     for start in range(2):

@@ -99,7 +99,7 @@ def test_a_subscriber_beside_it_never_notices(dense: Served, tmp_path: Path) -> 
 
 SMOKES = """
 import asyncio, pathlib, sys, threading
-from subscriber.checks import Steps
+from chunkstore.steps import Steps
 from subscriber.config import SubscriberConfig
 from subscriber.smoke import smoke
 
