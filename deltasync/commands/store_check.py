@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
         given = json.dumps(config.model_dump(exclude_unset=True))  # which is YAML too
         then = f"write `store: {given}` into publisher.yaml and subscriber.yaml"
     else:
-        then = "do what the hints say and check again; no publisher starts on a store that fails `exclusive`"
+        then = "do what the hints say and check again; publish nothing there before every step is ok"
     return telling.end(f"{args.url} qualifies", then)
