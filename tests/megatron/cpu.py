@@ -4,6 +4,7 @@ Import this before anything of Megatron. For tests alone: nothing overlaps, noth
 """
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -92,9 +93,27 @@ sys.modules[_NEEDS_TRITON] = _Kernels(_NEEDS_TRITON)
 _patch()
 
 import megatron.core.tensor_parallel.random as _random  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
 _random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 _random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+
+
+def _norm(make: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's norms, also where a rank has some of the tokens only: then their gradients are summed, as with TE's."""
+
+    def made(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = make(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return made
+
+
+WrappedTorchNorm.__new__ = _norm(WrappedTorchNorm.__new__)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ __all__ = ["Chunk", "Layout", "begin", "cpu", "load", "make", "padded", "read", 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are, and of each kind of parallelism. Experts are never tensor parallel.
+    """How many ranks there are, and of each kind of parallelism. `etp`: tensor parallelism within experts.
 
     `chunks`: of the model per pipeline stage; several: the interleaved schedule. `overlap`: ranks get each other's
     updated parameters only with the next forward pass. `fp32`: parameters without masters.
@@ -35,6 +35,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
     chunks: int = 1
     overlap: bool = False
     fp32: bool = False
@@ -47,7 +48,7 @@ def begin(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.etp,
     )
     model_parallel_cuda_manual_seed(1234)
 
@@ -78,7 +79,8 @@ def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig
             "moe_token_dispatcher_type": "allgather",
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": layout.etp,
+            "sequence_parallel": layout.tp > 1,
         }
     config = TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -130,8 +132,14 @@ def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig
         )
         offset = get_transformer_layer_offset(config, vp_stage=vp)
         layers = range(offset, offset + hf.num_hidden_layers // (layout.pp * layout.chunks))
-        tp = parallel_state.get_tensor_model_parallel_rank()
-        stage = Stage(tp, parallel_state.get_expert_model_parallel_rank(), 0, layers, first, last)
+        stage = Stage(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            layers,
+            first,
+            last,
+        )
         chunks.append(Chunk(stage, gpt))
     return config, chunks
 
@@ -146,7 +154,7 @@ def sizes_of(hf: Any, layout: Layout) -> Sizes:
     moe = frozenset(range(hf.num_hidden_layers) if experts else ())
     return Sizes(
         hf.num_key_value_heads, padded(hf.vocab_size, layout.tp), hf.tie_word_embeddings, moe, experts or 1,
-        layout.tp, layout.ep, 1,
+        layout.tp, layout.ep, layout.etp,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def attach_broken(layout: Layout, root: Path, base: Path) -> None:
     trainer = Trainer(layout, base)
     for name, broken in BROKEN.items():
         with patch.object(megatron_geometry, name, broken), pytest.raises(DeltasyncError) as told:
-            trainer.attach(root / name, writers_timeout=5.0)
+            trainer.attach(root / name)
         if distributed.get_rank() == 0:
             assert isinstance(told.value, MappingMismatch)
             assert "tensors differ from base checkpoint" in str(told.value)
@@ -82,6 +82,12 @@ def attach_refused(layout: Layout, root: Path, base: Path) -> None:
     with patch.object(trainer.config, "attention_output_gate", True):
         refused(lambda: trainer.attach(stream), MappingMismatch, "attention_output_gate=True")
     alone(trainer, stream)
+    config, masters = trainer.publishing(stream), [(norm, norm)]
+    refused(
+        lambda: Publisher.attach(trainer.optimizer, trainer.model, config, masters=masters),
+        OptimizerRefused,
+        "given together with masters",
+    )
     told = deltasync.explain(trainer.optimizer, trainer.model, trainer.publishing(stream))
     assert not told.problems
     assert told.kind == "Megatron-Core (TP 2, PP 1, EP 1, expert TP 1)"

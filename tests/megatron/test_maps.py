@@ -35,7 +35,9 @@ def fill(layout: Layout, folder: Path) -> None:
     assert {name: tuple(t.shape) for name, t in full.items()} == sizes.tensors()
     for chunk in chunks:
         stage, parameters = chunk.stage, dict(chunk.gpt.named_parameters())
-        at = Coordinates((stage.tp, layout.tp), (stage.ep, layout.ep), (0, 1), stage.layers.start)
+        at = Coordinates(
+            (stage.tp, layout.tp), (stage.ep, layout.ep), (stage.etp, layout.etp), stage.layers.start
+        )
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         for name, local in place_all(shapes, sizes, at).items():
             fill_one(parameters[name], local, full)
@@ -76,6 +78,7 @@ def fill_one(parameter: torch.Tensor, local: Local, full: Tensors) -> None:
             Layout(2, pp=2, chunks=2),
         ),
         (lambda folder: save_qwen3_moe(folder, seed=5, vocab_size=VOCABULARY), Layout(2, ep=2)),
+        (lambda folder: save_qwen3_moe(folder, seed=7, vocab_size=VOCABULARY), Layout(2, tp=2, etp=2)),
     ],
     ids=[
         "qwen2 tied, TP 2",
@@ -84,6 +87,7 @@ def fill_one(parameter: torch.Tensor, local: Local, full: Tensors) -> None:
         "qwen3 tied, PP 2",
         "qwen3, PP 2 interleaved",
         "qwen3 moe, EP 2",
+        "qwen3 moe, TP 2 in experts too",
     ],
 )
 def test_filled_through_the_map_it_computes_what_transformers_does(

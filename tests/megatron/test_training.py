@@ -89,6 +89,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], Layout, str]] = {
     "DP 2 × TP 2": (qwen3, Layout(4, tp=2), ""),
     "PP 2, tied": (lambda folder: qwen3(folder, tied=True), Layout(2, pp=2), ""),
     "PP 2, interleaved": (lambda folder: qwen3(folder, num_hidden_layers=4), Layout(2, pp=2, chunks=2), ""),
+    "TP 2 × EP 2": (
+        lambda folder: save_qwen3_moe(folder, seed=6, vocab_size=VOCABULARY), Layout(4, tp=2, ep=2), ""
+    ),
     "EP 2, frozen routers": (
         lambda folder: save_qwen3_moe(folder, seed=5, vocab_size=VOCABULARY), Layout(2, ep=2), "router"
     ),
