@@ -25,6 +25,7 @@ from publisher.group import Owned, Writer
 from publisher.publisher import Publisher
 from subscriber.config import SubscriberConfig
 from subscriber.daemon import Subscriber
+from subscriber.engine import Prepared, Scattered
 from subscriber.torch_engine import TorchEngine
 from tests.machine.hostile import Disk, HostileStore
 from tests.machine.ledger import Collection, Ledger, Weights, differing
@@ -37,8 +38,8 @@ SIZES: Final = {"a": 40, "b": 24}
 CATALOG: Final = Catalog.of(
     [*(TensorSpec(n, "BF16", (s,)) for n, s in SIZES.items()), TensorSpec("c", "I64", (3,))]
 )
-GRACE: Final = 100.0
-"""Seconds; a subscriber renews its lease every 30."""
+GRACE: Final = 40.0
+"""Seconds; shorter than the 90 for which a silent subscriber keeps its lease."""
 
 
 class World:
@@ -246,6 +247,23 @@ class Trainer:
             yield Owned("c", self.model.get_buffer("c"))
 
 
+class RecordingEngine(TorchEngine):
+    """Keeps a list of the versions that it has served."""
+
+    def __init__(self, module: nn.Module, boot_id: str) -> None:
+        super().__init__(module, boot_id=boot_id)
+        self.served: list[int] = []
+
+    async def scatter(self, prepared: Prepared) -> Scattered:
+        scattered = await super().scatter(prepared)
+        self.served.append(scattered.version)
+        return scattered
+
+    async def release(self, version: int) -> None:
+        await super().release(version)
+        self.served.append(version)
+
+
 class Watcher:
     """One subscriber: its module, whose weights outlive the process if asked to, and its files."""
 
@@ -273,7 +291,8 @@ class Watcher:
             self.module = Model(first_weights())
             self.module.nudge(35 + self.lives)
             self.highest = -1
-        self.engine = TorchEngine(self.module, boot_id=f"life-{self.lives}")
+        self.engine = RecordingEngine(self.module, f"life-{self.lives}")
+        self.said = 0
         self.process = process = self.world.sim.process(f"subscriber.{self.number}")
         name = f"s{self.number}"
         config = SubscriberConfig(
@@ -287,7 +306,7 @@ class Watcher:
             fetch_concurrency=2,
             http=None,
         )
-        self.world.ledger.serving[f"subscribers/{name}.json"] = lambda: self.engine.version
+        self.world.ledger.serving[f"subscribers/{name}.json"] = self.sayable
 
         def run() -> None:
             self.world.opening = self.world.store_of(process, self.damaged)
@@ -296,6 +315,12 @@ class Watcher:
             Loop().run(subscriber.run())
 
         self.world.sim.spawn(process, process.name, run)
+
+    def sayable(self) -> list[int]:
+        """What it has served since this was last asked: a status object may be overtaken while it is written."""
+        served = self.engine.served[self.said :]
+        self.said = max(0, len(self.engine.served) - 1)
+        return served
 
     def disturb(self, number: int) -> None:
         """Write one live element, as nobody may."""

@@ -347,3 +347,16 @@ def explore(examples: int, *, steps: int = STEPS, shrink: bool = True) -> None:
             )
     finally:
         logging.disable(logging.NOTSET)
+
+
+def play(scenario: Callable[[Machine], None]) -> None:
+    """One run whose decisions are written down; it ends as all others do."""
+    with virtual(World.open_store):
+        machine = Machine()
+        try:
+            scenario(machine)
+        except BaseException:
+            machine.sim.error = machine.sim.error or AssertionError("it ends here")
+            raise
+        finally:
+            machine.teardown()

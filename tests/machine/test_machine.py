@@ -1,10 +1,12 @@
 """Thousands of interleavings of the whole protocol, as hypothesis draws them (docs/adr/013-state-machine.md)."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 
-from tests.machine.machine import Machine, explore
+from tests.machine.machine import Machine, explore, play
+from tests.machine.scenarios import SCENARIOS
 
 RUNS = int(os.environ.get("DELTASYNC_MACHINE_EXAMPLES", "80"))
 
@@ -29,6 +31,11 @@ REACHED = (
     "told unchanged",
 )
 """What a machine comes across unless it has gone blind."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_written_down(scenario: Callable[[Machine], None]) -> None:
+    play(scenario)
 
 
 @pytest.mark.timeout(900)
