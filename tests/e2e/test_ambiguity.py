@@ -60,7 +60,9 @@ class Arena:
     def contend(self, place: str) -> None:
         for number in range(LIVES):
             name = f"{place}{number}"
-            killed_after = random.Random(name).randrange(10, 70) if number % 2 else None
+            # One place's die while they start, which nobody does with less; the other's later, if they get there.
+            within = (3, 8) if place == "a" else (10, 60)
+            killed_after = random.Random(name).randrange(*within) if number % 2 else None
             self.live(name, versions=4, killed_after=killed_after)
 
     def said(self) -> dict[str, list[Said]]:
