@@ -52,15 +52,18 @@ class WatchPlan:
                 hint="a copy that differs has drifted from the others; any other is a layout that deltasync does not"
                 " understand: please report it with the tensors' placements",
             )
-        for number, reason in self.refusals.items():
-            raise OptimizerRefused(
-                f"parameter {self.pieces[number].name} {reason}: its steps cannot be inverted",
-                hint=NOT_INVERTIBLE,
-            )
+        adapter.together(self._check_followed)
         if adapter.ranks == 1 and all(piece.key is None for piece in self.pieces):
             raise OptimizerRefused(
                 "no tensor of the model is in the optimizer: there would never be a change to publish",
                 hint="attach the optimizer and the model that belong together",
+            )
+
+    def _check_followed(self) -> None:
+        for number, reason in self.refusals.items():
+            raise OptimizerRefused(
+                f"parameter {self.pieces[number].name} {reason}: its steps cannot be inverted",
+                hint=NOT_INVERTIBLE,
             )
 
     def describe(self, kind: str, writer: Writer | None) -> str:
@@ -143,9 +146,14 @@ def plan_watch(
     adapter: Adapter, checkpoint: Checkpoint | None, config: PublisherConfig, rank: int = 0
 ) -> WatchPlan:
     """Map the model and choose a source for everything that writer `rank` publishes of it. Raises MappingMismatch."""
-    catalog = map_model(adapter.named(), checkpoint, _WIRE.get(config.inference_dtype or ""))
-    held = adapter.pieces(catalog)
-    pieces = share(catalog, held, adapter.replicas(held), rank)
+
+    def hold() -> tuple[Catalog, list[Piece]]:
+        catalog = map_model(adapter.named(), checkpoint, _WIRE.get(config.inference_dtype or ""))
+        return catalog, adapter.pieces(catalog)
+
+    catalog, held = adapter.together(hold)
+    replicas = adapter.replicas(held)
+    pieces = adapter.together(lambda: share(catalog, held, replicas, rank))
     sources, steps, refusals = [], [], {}
     for number, piece in enumerate(pieces):
         source = _source(piece, catalog, config)

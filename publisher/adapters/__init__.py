@@ -20,6 +20,7 @@ from publisher.adapters.base import Adapter
 from publisher.adapters.given import GivenAdapter
 from publisher.adapters.megatron import MegatronAdapter
 from publisher.adapters.plain import Masters, PlainAdapter
+from publisher.adapters.ranks import Ranks
 from publisher.errors import OptimizerRefused
 from publisher.group import Writer
 
@@ -40,7 +41,7 @@ def recognise(
     """
     if _any([optimizer], "megatron.core.optimizer.optimizer", "MegatronOptimizer"):
         return _megatron(optimizer, model, list(masters), writer, checkpoint)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = _torch_optimizers(optimizer)
     if writer is not None and writer.owned is not None:
         return GivenAdapter(model, optimizers, masters, writer), writer
     if _any(model.modules(), "torch.distributed.fsdp", "FullyShardedDataParallel"):
@@ -55,11 +56,22 @@ def recognise(
     ):
         from publisher.adapters.sharded import ShardedAdapter
 
-        writer = writer or Writer.of_process_group()
-        return ShardedAdapter(model, optimizers, masters, writer), writer
+        ranks = Ranks(writer or Writer.of_process_group())
+        return ranks.together(lambda: ShardedAdapter(model, optimizers, masters, ranks)), ranks.writer
     if writer is None and isinstance(model, DistributedDataParallel):
         _check_first(model)
     return PlainAdapter(model, optimizers, masters, writer), writer
+
+
+def _torch_optimizers(given: Any) -> list[Optimizer]:
+    optimizers = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else list(given)
+    others = sorted({type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)})
+    if others or not optimizers:
+        raise OptimizerRefused(
+            f"{', '.join(others) or 'nothing'} is given as the optimizer, which is none of torch's",
+            hint="give the torch.optim.Optimizer that steps the parameters, or a list of them",
+        )
+    return optimizers
 
 
 def _any(things: Iterable[object], module: str, name: str) -> bool:
@@ -84,8 +96,8 @@ def _megatron(
             "Megatron-Core's optimizer is given together with masters or owned shards, which it tells by itself",
             hint="give it alone",
         )
-    writer = writer or Writer.of_process_group()
-    return MegatronAdapter(model, optimizer, writer, checkpoint), writer
+    ranks = Ranks(writer or Writer.of_process_group())
+    return ranks.together(lambda: MegatronAdapter(model, optimizer, ranks, checkpoint)), ranks.writer
 
 
 def _zero_redundancy(
@@ -97,8 +109,8 @@ def _zero_redundancy(
         raise OptimizerRefused(
             "ZeroRedundancyOptimizer is given together with other optimizers or masters", hint="give it alone"
         )
-    writer = writer or Writer.of_process_group(group=optimizers[0].process_group)
-    return ZeroRedundancyAdapter(model, optimizers[0], writer), writer
+    ranks = Ranks(writer or Writer.of_process_group(group=optimizers[0].process_group))
+    return ranks.together(lambda: ZeroRedundancyAdapter(model, optimizers[0], ranks)), ranks.writer
 
 
 def _check_first(model: DistributedDataParallel) -> None:

@@ -1,8 +1,8 @@
 """What a kind of trainer has to tell the publisher: all that differs between frameworks is behind this interface."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from chunkstore.regions import Region
 from manifest.catalog import Catalog
 from publisher.optimizers import StepRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ class Adapter(Protocol):
 
     @property
     def sharable(self) -> bool: ...
+
+    def together(self, read: Callable[[], T]) -> T:
+        """What `read` returns. What it raises on one rank, all ranks refuse; they all ask together."""
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """All tensors of the model by canonical name: their shapes, dtypes, and which names are one tensor.

@@ -8,22 +8,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from chunkstore.digest_torch import digest
-from chunkstore.errors import ConfigError, DeltasyncError
+from chunkstore.errors import ConfigError
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
 from publisher.adapters.base import Piece, View
 from publisher.adapters.megatron_config import read_architecture
 from publisher.adapters.megatron_geometry import EMBEDDING, HEAD, Architecture, Coordinates, Local, place_all
 from publisher.adapters.plain import PlainAdapter
+from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
-from publisher.group import Writer
+
+T = TypeVar("T")
 
 _SHOWN: Final = 10
 
@@ -66,19 +68,18 @@ class MegatronAdapter(PlainAdapter):
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: Any,
-        writer: Writer,
+        ranks: Ranks,
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.ranks = writer.world_size
-        self._group, self._rank = writer.group, writer.rank
-        self._together(lambda: self._read(model, optimizer, checkpoint))
+        self._read(model, optimizer, checkpoint)
         super().__init__(
             nn.ModuleList(chunk.gpt for chunk in self._chunks),
             [o.optimizer for o in self._distributed],
             (),
-            writer,
+            ranks.writer,
         )
-        self.ranks = writer.world_size
+        self.ranks = ranks.size
+        self._ranks = ranks
         self.kind = _kind(self._chunks[0])
 
     def _read(
@@ -93,19 +94,9 @@ class MegatronAdapter(PlainAdapter):
         for _ in self._placed():
             pass
 
-    def _together(self, read: Callable[[], None]) -> None:
-        """What one rank refuses, all refuse: the others would wait for it. Collective."""
-        own: DeltasyncError | None = None
-        try:
-            read()
-        except DeltasyncError as error:
-            own = error
-        told = self._told(None if own is None else str(own))
-        if own is not None:
-            raise own
-        for rank, problem in enumerate(told):
-            if problem is not None:
-                raise MappingMismatch(f"rank {rank} refuses: {problem}", hint="its own log says more")
+    def together(self, read: Callable[[], T]) -> T:
+        """See `Adapter`."""
+        return self._ranks.together(read)
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`: what the model's sizes make the checkpoint."""
@@ -140,11 +131,11 @@ class MegatronAdapter(PlainAdapter):
         """See `Adapter`. What is frozen, all data-parallel ranks have whole."""
         holders: dict[tuple[str, int], list[int]] = defaultdict(list)
         frozen = [(piece.name, piece.start) for piece in pieces if piece.key is None]
-        for rank, places in enumerate(self._told(frozen)):
+        for rank, places in enumerate(self._ranks.told(frozen)):
             for place in places:
                 holders[place].append(rank)
         return [
-            (self._rank,) if piece.key is not None else tuple(holders[piece.name, piece.start])
+            (self._ranks.writer.rank,) if piece.key is not None else tuple(holders[piece.name, piece.start])
             for piece in pieces
         ]
 
@@ -163,6 +154,9 @@ class MegatronAdapter(PlainAdapter):
 
         Not with overlap_param_gather, where a rank may have other ranks' ranges only with its next forward pass.
         """
+        strange = self._ranks.strange(catalog)
+        if strange:
+            return strange
         held: dict[str, int] = {}
         own: list[str] = []
         late = any(one.ddp_config.overlap_param_gather for one in self._distributed)
@@ -172,14 +166,14 @@ class MegatronAdapter(PlainAdapter):
                     part = _part(parameter, run.start, (run.numel,))
                     held[f"{run.name} {run.region}"] = digest(run.name, part)
         first: dict[str, tuple[int, int]] = {}
-        for rank, digests in enumerate(self._told(held)):
+        for rank, digests in enumerate(self._ranks.told(held)):
             for place, found in digests.items():
                 other, expected = first.setdefault(place, (rank, found))
-                if found != expected and rank == self._rank:
+                if found != expected and rank == self._ranks.writer.rank:
                     own.append(f"{place.partition(' ')[0]} differs from what rank {other} holds of it")
         return [
             f"rank {rank}: {problem}"
-            for rank, told in enumerate(self._told(own[:_SHOWN]))
+            for rank, told in enumerate(self._ranks.told(own[:_SHOWN]))
             for problem in told
         ]
 
@@ -190,12 +184,6 @@ class MegatronAdapter(PlainAdapter):
             shapes = {name: tuple(p.shape) for name, p in parameters.items()}
             for name, local in place_all(shapes, self._architecture, chunk.at).items():
                 yield parameters[name], local
-
-    def _told(self, mine: Any) -> list[Any]:
-        """What every rank says. Collective."""
-        told: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(told, mine, group=self._group)
-        return told
 
 
 def _distributed_optimizers(optimizer: Any) -> list[Any]:

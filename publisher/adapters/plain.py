@@ -1,20 +1,23 @@
 """torch optimizers over whole tensors: a plain model, or one that every rank has all of, as with DDP."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from manifest.catalog import Catalog
 from manifest.naming import canonical_tensors
 from publisher.adapters.base import Piece
-from publisher.errors import OptimizerRefused
+from publisher.errors import MappingMismatch, OptimizerRefused
 from publisher.group import Writer
 from publisher.optimizers import StepRecord, not_invertible, step_records, stepped, steps_taken
+
+T = TypeVar("T")
 
 Masters = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """(16-bit parameter of the model, the master that an optimizer steps in its place) pairs."""
@@ -54,6 +57,10 @@ class PlainAdapter:
         self._stepped = _stepped(self.optimizers)
         self._masters = self._masters_of(masters)
 
+    def together(self, read: Callable[[], T]) -> T:
+        """See `Adapter`: here nobody waits for another rank."""
+        return read()
+
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`."""
         return canonical_tensors(self._model)
@@ -75,6 +82,7 @@ class PlainAdapter:
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """What this process holds of one tensor of the model."""
+        check_readable(name, tensor)
         yield Piece(name, tensor, **self.stepping(tensor))
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
@@ -145,6 +153,15 @@ class PlainAdapter:
     def _names(self) -> dict[int, str]:
         """The name of each tensor that may have a master, by `id()`."""
         return {id(tensor): name for name, tensor in self.named().items()}
+
+
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Raises MappingMismatch unless the elements of `tensor` are those that lie in its memory."""
+    if is_traceable_wrapper_subclass(tensor):
+        raise MappingMismatch(
+            f"{name} is a {type(tensor).__name__}, whose elements lie in other tensors",
+            hint="attach after fully_shard, parallelize_module and quantization; docs/trainers.md lists what works",
+        )
 
 
 def _stepped(optimizers: Sequence[Optimizer]) -> dict[int, Stepped]:

@@ -1,13 +1,13 @@
 """Parameters that are DTensors: FSDP2 (`fully_shard`), hybrid sharding, tensor parallelism, and these crossed."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -16,11 +16,16 @@ from torch.optim import Optimizer
 from chunkstore.digest_torch import digest
 from manifest.catalog import Catalog
 from publisher.adapters.base import Piece
-from publisher.adapters.plain import Masters, PlainAdapter
+from publisher.adapters.plain import Masters, PlainAdapter, check_readable
+from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
-from publisher.group import Writer
+
+T = TypeVar("T")
 
 _SHOWN: Final = 10
+
+
+_REPLACED: Final = "make the optimizer after fully_shard and parallelize_module, which replace the parameters"
 
 
 class ShardedAdapter(PlainAdapter):
@@ -33,19 +38,30 @@ class ShardedAdapter(PlainAdapter):
     sharable = False
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], masters: Masters, writer: Writer
+        self, model: nn.Module, optimizers: Sequence[Optimizer], masters: Masters, ranks: Ranks
     ) -> None:
-        super().__init__(model, optimizers, masters, writer)
-        self.ranks = writer.world_size
-        self._group, self._rank = writer.group, writer.rank
+        super().__init__(model, optimizers, masters, ranks.writer)
+        self.ranks = ranks.size
+        self._ranks = ranks
         live = self.named()
         if not any(self.stepping(tensor)["key"] is not None for tensor in live.values()):
             raise OptimizerRefused(
                 "no parameter of the model is in the optimizer: there would never be a change to publish",
-                hint="make the optimizer after fully_shard and parallelize_module, which replace the parameters",
+                hint=_REPLACED,
+            )
+        left = self._left_behind(live)
+        if left:
+            raise OptimizerRefused(
+                f"the optimizer was made before {', '.join(left[:_SHOWN])} were sharded, and steps what is no longer"
+                " in the model: they would never change",
+                hint=_REPLACED,
             )
         shards = any(isinstance(module, FSDPModule) for module in model.modules())
         self.kind = f"{'FSDP2' if shards else 'DTensor'} ({_layouts(live)})"
+
+    def together(self, read: Callable[[], T]) -> T:
+        """See `Adapter`."""
+        return self._ranks.together(read)
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`. After a forward without a backward FSDP2 leaves whole parameters in the root: they go back."""
@@ -57,9 +73,11 @@ class ShardedAdapter(PlainAdapter):
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""
         if not isinstance(tensor, DTensor):
-            yield Piece(name, tensor, **self.stepping(tensor))
+            yield from super().pieces_of(name, tensor)
             return
         local = self.local(tensor)
+        check_readable(name, local)
+        _check_gathers(name, tensor)
         if not local.numel():
             return
         _, at = _box(name, tensor)
@@ -70,7 +88,7 @@ class ShardedAdapter(PlainAdapter):
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`. Meshes do not tell: other ranks may hold the same in a mesh of their own."""
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank, places in enumerate(self._told([_place(piece) for piece in pieces])):
+        for rank, places in enumerate(self._ranks.told([_place(piece) for piece in pieces])):
             for place in places:
                 holders[place].append(rank)
         return [tuple(holders[_place(piece)]) for piece in pieces]
@@ -88,6 +106,9 @@ class ShardedAdapter(PlainAdapter):
 
         One tensor at a time is gathered whole on every rank.
         """
+        strange = self._ranks.strange(catalog)
+        if strange:  # to gather tensors one by one, all ranks have to have the same
+            return strange
         live, own = self.named(), []
         for spec in catalog.tensors:
             tensor = live[spec.name]
@@ -101,24 +122,35 @@ class ShardedAdapter(PlainAdapter):
                 for piece in self.pieces_of(spec.name, tensor):
                     own += _misplaced(piece, tensor, whole)
         stepped = [piece for piece in self.pieces(catalog) if piece.key is not None]
-        held = self._told({_place(piece): digest(piece.name, piece.tensor) for piece in stepped})
+        held = self._ranks.told({_place(piece): digest(piece.name, piece.tensor) for piece in stepped})
         first: dict[str, tuple[int, int]] = {}
         for rank, digests in enumerate(held):
             for place, found in digests.items():
                 other, expected = first.setdefault(place, (rank, found))
-                if found != expected and rank == self._rank:
+                if found != expected and rank == self._ranks.writer.rank:
                     own.append(f"{place.partition(' ')[0]} differs from what rank {other} holds of it")
         return [
             f"rank {rank}: {problem}"
-            for rank, problems in enumerate(self._told(own[:_SHOWN]))
+            for rank, problems in enumerate(self._ranks.told(own[:_SHOWN]))
             for problem in problems
         ]
 
-    def _told(self, mine: Any) -> list[Any]:
-        """What every rank says. Collective."""
-        told: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(told, mine, group=self._group)
-        return told
+    def _left_behind(self, live: Mapping[str, torch.Tensor]) -> list[str]:
+        """Shards to be trained that nothing steps, while an optimizer steps a whole tensor of that shape outside."""
+        known = {id(t) for t in [*live.values(), *self._masters.values()]}
+        strangers = {
+            tuple(it.parameter.shape)
+            for key, it in self._stepped.items()
+            if key not in known and not isinstance(it.parameter, DTensor)
+        }
+        return [
+            name
+            for name, t in live.items()
+            if isinstance(t, DTensor)
+            and t.requires_grad
+            and self.stepping(t)["key"] is None
+            and tuple(t.shape) in strangers
+        ]
 
 
 def _place(piece: Piece) -> str:
@@ -135,8 +167,13 @@ def _misplaced(piece: Piece, tensor: DTensor, whole: torch.Tensor) -> list[str]:
         return [f"{piece.name} would reach element {piece.region.last} of {whole.numel()}"]
     assert piece.stride is not None
     wanted = whole.contiguous().as_strided(piece.tensor.shape, piece.stride, piece.start)
-    bits = (x.detach().reshape(-1).view(torch.uint8) for x in (wanted.to(piece.tensor.device), piece.tensor))
+    bits = (_bytes(x) for x in (wanted.to(piece.tensor.device), piece.tensor))
     return [] if torch.equal(*bits) else [f"{piece.name} holds other values than torch gathers in its place"]
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """Of a copy, for what has a single column counts as contiguous with any stride, and has no view as bytes."""
+    return values.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _box(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -151,6 +188,21 @@ def _box(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         )
     shape, at = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(at)
+
+
+def _check_gathers(name: str, tensor: DTensor) -> None:
+    """Raises MappingMismatch, on all ranks alike, for what torch's own gathering would fail at on some of them."""
+    twice = {getattr(p, "dim", None) for p in tensor.placements if _strided(p)}
+    for placement, parts in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard) and not _strided(placement) and placement.dim in twice:
+            size = tensor.shape[placement.dim]
+            each = -(-size // parts)
+            if each and -(-size // each) < parts:
+                raise MappingMismatch(
+                    f"{name} has {size} elements in dimension {placement.dim}, which are cut in {parts} parts and these"
+                    " once more: torch cannot gather what leaves some ranks without any",
+                    hint="leave it out of the tensor-parallel plan",
+                )
 
 
 def _strided(placement: object) -> bool:

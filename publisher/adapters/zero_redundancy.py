@@ -1,15 +1,19 @@
 """torch's ZeroRedundancyOptimizer: every rank has the whole model, and steps some of its parameters for all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from manifest.catalog import Catalog
 from publisher.adapters.base import Piece
 from publisher.adapters.plain import PlainAdapter
+from publisher.adapters.ranks import Ranks
 from publisher.errors import OptimizerRefused
-from publisher.group import Writer
+
+T = TypeVar("T")
 
 
 class ZeroRedundancyAdapter(PlainAdapter):
@@ -21,26 +25,36 @@ class ZeroRedundancyAdapter(PlainAdapter):
     kind = "ZeroRedundancyOptimizer"
     sharable = False
 
-    def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, writer: Writer) -> None:
+    def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, ranks: Ranks) -> None:
         if optimizer._overlap_with_ddp:
             raise OptimizerRefused(
                 "ZeroRedundancyOptimizer with overlap_with_ddp steps during the backward pass and runs no hook",
                 hint="leave overlap_with_ddp out, or set `detect: snapshot` and attach as for DDP",
             )
-        super().__init__(model, [optimizer.optim], (), writer)
+        super().__init__(model, [optimizer.optim], (), ranks.writer)
         self.kind = ZeroRedundancyAdapter.kind
-        self.ranks = writer.world_size
-        self._outer = optimizer
-        self._rank = writer.rank
+        self.ranks = ranks.size
+        self._ranks = ranks
+        # Those of now: what is added later stays the first rank's, to which every step brings it.
+        self._shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+    def together(self, read: Callable[[], T]) -> T:
+        """See `Adapter`."""
+        return self._ranks.together(read)
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""
         stepping = self.stepping(tensor)
         if stepping["key"] is not None:
             yield Piece(name, tensor, **stepping)
-        elif not any(tensor is p for group in self._outer.param_groups for p in group["params"]):
+        elif id(tensor) not in self._shared:
             yield Piece(name, tensor)
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`."""
-        return [self.everyone if piece.key is None else (self._rank,) for piece in pieces]
+        own = (self._ranks.writer.rank,)
+        return [self.everyone if piece.key is None else own for piece in pieces]
+
+    def problems(self, catalog: Catalog) -> list[str]:
+        """See `Adapter`."""
+        return self._ranks.strange(catalog)

@@ -54,6 +54,12 @@ def test_pure_bf16_is_refused_by_name() -> None:
         attach(model, adamw(model), fresh_store())
 
 
+@pytest.mark.parametrize("given", [None, {"actor": "adamw"}, [object()], []], ids=repr)
+def test_what_is_no_optimizer_is_refused_by_name(given: object) -> None:
+    with pytest.raises(OptimizerRefused, match=r"(NoneType|str|object|nothing) is given as the optimizer"):
+        Publisher.attach(given, Zoo(), {"store": {"url": "memory://unused"}, "inference_dtype": "bfloat16"})
+
+
 def test_other_optimizers_are_refused_by_name() -> None:
     model = Zoo()
     with pytest.raises(OptimizerRefused, match=r"SGD.*detect: snapshot"):

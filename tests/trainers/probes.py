@@ -10,12 +10,15 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as right
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import deltasync
+from chunkstore.digest_torch import digest
 from chunkstore.errors import DeltasyncError
 from tests.trainers.layouts import ddp, zero
 from tests.trainers.policies import policy
@@ -109,6 +112,68 @@ class Probes:
         fully_shard(model)
         return str(deltasync.explain(torch.optim.SGD(model.parameters(), lr=0.1), model))
 
+    def other_tensors(self) -> str:
+        """As pipeline stages have: gathering would wait for a rank that does not have the tensor."""
+        model = Small()
+        if self.rank:
+            model.extra = nn.Linear(4, 4)
+        fully_shard(model)
+        return self.attach(AdamW(model.parameters()), model)
+
+    def one_cannot(self) -> str:
+        """Only one rank's optimizer is refused."""
+        model = Small()
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if self.rank else AdamW(model.parameters())
+        return self.attach(optimizer, model)
+
+    def one_steps_nothing(self) -> str:
+        model = Small()
+        fully_shard(model)
+        return self.attach(AdamW([nn.Parameter(torch.ones(2))] if self.rank else model.parameters()), model)
+
+    def partly_before(self) -> str:
+        """The optimizer was made of something that fully_shard replaced, and of shards."""
+        model = Small()
+        fully_shard(model.up)
+        optimizer = AdamW(model.parameters())
+        fully_shard(model)
+        return self.attach(optimizer, model)
+
+    def sharded_later(self) -> str:
+        model = Small()
+        optimizer = AdamW(model.parameters())
+        config = {"store": {"url": str(self.folder / f"alone-{self.rank}")}, **CONFIG}
+        with deltasync.Publisher.attach(optimizer, model, config) as publisher:
+            fully_shard(model)
+            return str(publisher.publish(1).result())
+
+    def other_place(self) -> str:
+        """A writer that is not the rank's place in the process group."""
+        model = Small()
+        fully_shard(model)
+        writer = deltasync.Writer(self.rank, 3, "run")
+        return str(deltasync.explain(AdamW(model.parameters()), model, writer=writer))
+
+    def unfrozen(self) -> str:
+        """ZeroRedundancyOptimizer is given more to step after attach, and deals it out anew."""
+        model = Small()
+        optimizer = ZeroRedundancyOptimizer(list(model.up.parameters()), optimizer_class=AdamW, lr=0.1)
+        config = {"store": {"url": str(self.folder / "unfrozen")}, **CONFIG}
+        with deltasync.Publisher.attach(optimizer, model, config) as publisher:
+            optimizer.add_param_group({"params": list(model.down.parameters())})
+            model.down(model.up(torch.ones(2, 16))).square().mean().backward()
+            optimizer.step()
+            commit = publisher.publish(1).result()
+            assert commit is not None
+            found = dict(model.named_parameters())
+            return str(
+                [
+                    int(commit.manifest.digest_array[number]) == digest(name, found[name].detach().bfloat16())
+                    for name, number in publisher.catalog.ids.items()
+                ]
+            )
+
     def second_rank(self) -> str:
         """DDP without a word about writers: the first rank would publish."""
         model = DistributedDataParallel(Small())
@@ -127,6 +192,22 @@ class Probes:
         model = Small()
         fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
         return str(deltasync.explain(AdamW(model.parameters()), model))
+
+    def single_column(self) -> str:
+        """Of three columns the second rank has one."""
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        explained = deltasync.explain(AdamW(model.parameters()), model)
+        return f"{explained.problems}, {[f.elements for f in explained.found if f.name == '1.weight']}"
+
+    def cut_twice(self) -> str:
+        """A single row, among tensor-parallel ranks and then among FSDP's."""
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        return str(deltasync.explain(AdamW(model.parameters()), model).problems)
 
     def after_evaluation(self) -> str:
         """A forward without a backward leaves whole parameters in the root."""
