@@ -1,4 +1,4 @@
-"""Routine anchors of the publisher process: a thread that stores the newest version whole when the policy says so.
+"""Anchors of the publisher process: a thread that stores the newest version whole when the policy or a refusal says so.
 
 Never the trainer's work, and never in its way: it runs at the lowest priority, beside captures and uploads.
 """
@@ -22,6 +22,7 @@ from publisher.compact import compact
 from publisher.config import AnchorConfig
 from publisher.errors import PublisherStopped
 from publisher.messages import ErrorInfo
+from publisher.refusals import Refusals
 from publisher.report import Report
 
 log = logging.getLogger("deltasync.publisher")
@@ -86,7 +87,7 @@ class ChainGauge:
 class RoutineAnchors:
     """The thread, while the `with` block runs; leaving it stops a compaction before its next chunk.
 
-    `base`: the checkpoint that version 0 may refer to.
+    `base`: the checkpoint that version 0 may refer to. `refusals`: answered as well; None where the trainer does.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RoutineAnchors:
         report: Report,
         look: float = _LOOK,
         base: Path | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         self._store = store
         self._config = config
@@ -104,6 +106,7 @@ class RoutineAnchors:
         self._report = report
         self._look = look
         self._base = base
+        self._refusals = refusals
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deltasync-anchors", daemon=True)
 
@@ -143,7 +146,7 @@ class RoutineAnchors:
 
     def _round(self, versions: VersionLog, gauge: ChainGauge) -> None:
         newest = versions.newest()
-        if newest is None or not gauge.measure(newest).due(self._config):
+        if newest is None or not (gauge.measure(newest).due(self._config) or self._refused()):
             return
         begin = time.perf_counter()
         anchor = compact(
@@ -155,8 +158,16 @@ class RoutineAnchors:
             check=self._check_running,
         )
         self._report.metrics.anchors.inc()
+        if self._refusals is not None:
+            self._refusals.answered(anchor.version)
         seconds = time.perf_counter() - begin
         log.info("stored version=%d whole bytes=%d seconds=%.1f", anchor.version, anchor.nbytes, seconds)
+
+    def _refused(self) -> bool:
+        if self._refusals is None:
+            return False
+        self._refusals.look()
+        return self._refusals.wanted
 
     def _check_running(self) -> None:
         if self._stop.is_set():

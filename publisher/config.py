@@ -76,7 +76,7 @@ class PublisherConfig(BaseModel):
     )
     anchors: AnchorConfig | None = Field(
         default=AnchorConfig(),
-        description="when `deltasync publisher run` stores a version whole; null: never",
+        description="when `deltasync publisher run` stores a version whole, beside the trainer; null: never",
     )
     http: PublisherHttpConfig | None = Field(
         default=PublisherHttpConfig(), description="of `deltasync publisher run`; null turns the server off"

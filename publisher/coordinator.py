@@ -277,5 +277,5 @@ def check_shared_publish(train_step: int | None, *, anchor: bool) -> None:
     if anchor:
         raise ConfigError(
             "publish(anchor=True) needs a single writer",
-            hint="build anchors of such a stream from the stored versions",
+            hint="`deltasync publisher run` without a spool keeps such a stream's anchors",
         )

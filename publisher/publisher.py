@@ -54,7 +54,8 @@ class Feed(Protocol):
 class LocalFeed:
     """Everything in the trainer's own process.
 
-    `refusals`: answered with an anchor; None where several writers feed the stream, which make none.
+    `refusals`: answered with an anchor; None where several writers feed the stream, which make none: see
+    `publisher.anchors`.
     """
 
     def __init__(self, writer: StreamWriter | Member, watched: Watched, refusals: Refusals | None) -> None:

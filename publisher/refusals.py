@@ -1,7 +1,8 @@
-"""Versions that subscribers refuse and an anchor would get them past: the next publish answers with one.
+"""Versions that subscribers refuse and an anchor would get them past: who has to be answered with one.
 
-Looked for after each publish, on the thread that commits, so that nobody waits for it. An anchor that a subscriber does
-not take does not help it, so it is not offered the next one at once.
+A single trainer answers with its next publish, having looked after the last one on the thread that commits, so that
+nobody waits for it; where several feed the stream, the process that keeps its anchors does (`publisher.anchors`). An
+anchor that a subscriber does not take does not help it, so it is not offered the next one at once.
 """
 
 import logging
@@ -70,7 +71,10 @@ class Answers:
 
 
 class Refusals:
-    """Watches the subscribers of the stream in `store`. Safe to use from the trainer's and the committing thread."""
+    """Watches the subscribers of the stream in `store`. Safe to use from the trainer's and the committing thread.
+
+    `clock`: monotonic. `look`: seconds between looks at the least.
+    """
 
     def __init__(
         self, store: Store, clock: Callable[[], float] = time.monotonic, look: float = _LOOK
@@ -86,7 +90,7 @@ class Refusals:
 
     @property
     def wanted(self) -> bool:
-        """Whether the next publish should be an anchor as well."""
+        """Whether somebody waits for an anchor."""
         with self._lock:
             return bool(self._waiting)
 
@@ -99,10 +103,18 @@ class Refusals:
             return
         commit = future.result()
         if commit is not None and (commit.anchored or commit.manifest.kind == "anchor"):
-            with self._lock:
-                self._whole = max(self._whole, commit.version)
-                self._answers.answered(self._waiting, commit.version)
-                self._waiting = []
+            self.answered(commit.version)
+        self.look()
+
+    def answered(self, version: int) -> None:
+        """`version` is stored whole now."""
+        with self._lock:
+            self._whole = max(self._whole, version)
+            self._answers.answered(self._waiting, version)
+            self._waiting = []
+
+    def look(self) -> None:
+        """Read what subscribers say, unless that was done just now. Logs the store's errors."""
         if self._looked is not None and self._clock() - self._looked < self._interval:
             return
         self._looked = self._clock()
@@ -128,6 +140,4 @@ class Refusals:
             self._waiting = self._answers.unanswered(live, whole, newest)
         for name in self._waiting:
             if name not in known:
-                log.warning(
-                    "subscriber %s refuses a version: the next publish stores its version whole", name
-                )
+                log.warning("subscriber %s refuses a version: the next one stored whole answers it", name)

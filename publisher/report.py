@@ -45,10 +45,13 @@ class PublisherStatus(BaseModel):
 
 
 class Report:
-    """Safe to use from any thread. `clock`: Unix seconds."""
+    """Safe to use from any thread. `clock`: Unix seconds. `expects_trainer`: without one it is not ready."""
 
-    def __init__(self, store: StoreMetrics, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store: StoreMetrics, clock: Callable[[], float] = time.time, *, expects_trainer: bool = True
+    ) -> None:
         self.metrics = Metrics(store)
+        self._expects_trainer = expects_trainer
         self._clock = clock
         self._lock = threading.Lock()
         self._connected = False
@@ -98,7 +101,9 @@ class Report:
     def answers(self) -> Answers:
         """For the HTTP server."""
         return Answers(
-            unready=lambda: None if self._connected else "no trainer is connected",
+            unready=lambda: (
+                "no trainer is connected" if self._expects_trainer and not self._connected else None
+            ),
             status=lambda: self.status().model_dump_json(indent=1),
             metrics=self.metrics.text,
             page=self.page,

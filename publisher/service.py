@@ -1,13 +1,16 @@
-"""`deltasync publisher run`: write a trainer's versions from a process beside it.
+"""`deltasync publisher run`: write a trainer's versions from a process beside it, or only keep a stream's anchors.
 
 One trainer at a time. It may die at any moment and another one come: whatever it shared is forgotten, and the next
 one's weights are compared with the committed version by digest. So may this process: see `publisher.sidecar`.
+
+Without a spool the trainer publishes by itself, or several do; then this process stores versions whole, by policy and
+for subscribers that refuse one.
 """
 
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,6 +27,7 @@ from publisher.config import PublisherConfig
 from publisher.frames import SOCKET
 from publisher.listener import Listener
 from publisher.messages import ErrorInfo
+from publisher.refusals import Refusals
 from publisher.report import Report
 from publisher.session import Session
 from publisher.spool import remove_stale
@@ -34,29 +38,40 @@ log = logging.getLogger("deltasync.publisher")
 def run_publisher(config: PublisherConfig) -> int:
     """Serve trainers until SIGTERM or SIGINT; then the last version's outcome is awaited, and 0 returned.
 
-    Raises ConfigError without a spool or if the HTTP port is taken, LocalDiskError if the spool cannot be used or has a
-    publisher process already, AccessDenied or StoreUnsuitable if the store would never take a version.
+    Raises ConfigError with neither spool nor anchors or if the HTTP port is taken, LocalDiskError if the spool cannot
+    be used or has a publisher process already, AccessDenied or StoreUnsuitable if the store would never take a version.
     """
-    if config.spool is None:
+    if config.spool is None and config.anchors is None:
         raise ConfigError(
-            "spool: is required for a publisher process",
-            hint="name a folder in shared memory, such as /dev/shm/deltasync, that the trainer sees too",
+            "neither spool nor anchors: there is nothing to do for a publisher process",
+            hint="name a spool, such as /dev/shm/deltasync, that the trainer sees too; or anchors",
         )
     metrics = StoreMetrics()
-    store, report = open_store(config.store, metrics), Report(metrics)
+    store = open_store(config.store, metrics)
+    report = Report(metrics, expects_trainer=config.spool is not None)
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(config.spool, config.capture_timeout))
+        listener = None
+        if config.spool is not None:
+            listener = stack.enter_context(Listener(config.spool, config.capture_timeout))
         if config.http is not None:
             server = stack.enter_context(StatusServer(config.http, report.answers()))
             log.info("serving HTTP at %s:%d", config.http.host, server.port)
         if config.anchors is not None:
             signer = load_signer(config.signing)
+            refusals = Refusals(store) if listener is None else None
             stack.enter_context(
-                RoutineAnchors(store, config.anchors, signer, report, base=config.base_checkpoint)
+                RoutineAnchors(
+                    store, config.anchors, signer, report, base=config.base_checkpoint, refusals=refusals
+                )
             )
-        stack.enter_context(_stopped_by_signals(listener))
+        stopped = threading.Event()
+        stack.enter_context(_on_signals(stopped.set if listener is None else listener.stop))
         _check_store(store, report)
-        serve_trainers(config, store, config.spool, listener, report)
+        if listener is None or config.spool is None:
+            log.info("no spool: keeping the anchors of %s", store.url)
+            stopped.wait()
+        else:
+            serve_trainers(config, store, config.spool, listener, report)
     log.info("stopped")
     return 0
 
@@ -85,17 +100,17 @@ def _check_store(store: Store, report: Report) -> None:
 
 
 @contextmanager
-def _stopped_by_signals(listener: Listener) -> Iterator[None]:
-    """Within, SIGTERM and SIGINT stop the listener. In the main thread; elsewhere, signals are not ours."""
+def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Within, SIGTERM and SIGINT call `stop`. In the main thread; elsewhere, signals are not ours."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
-        listener.stop()
+        stop()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

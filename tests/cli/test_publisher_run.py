@@ -10,7 +10,10 @@ from urllib.request import urlopen
 
 import pytest
 
+from chunkstore.posix import PosixStore
 from deltasync.cli import main
+from tests.subscriber.parts import small_weights
+from tests.support.streams import StreamBuilder
 
 WAIT = 60.0
 
@@ -23,10 +26,30 @@ def write_config(folder: Path, *more: str) -> Path:
     return path
 
 
-def test_a_spool_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["publisher", "run", "-c", str(write_config(tmp_path))]) == 1
+def test_there_has_to_be_something_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["publisher", "run", "-c", str(write_config(tmp_path, "anchors: null"))]) == 1
     stderr = capsys.readouterr().err
-    assert stderr.startswith("error[config]: spool: is required for a publisher process")
+    assert stderr.startswith("error[config]: neither spool nor anchors: there is nothing to do")
+
+
+def test_without_a_spool_it_keeps_the_anchors_of_a_stream(tmp_path: Path) -> None:
+    builder = StreamBuilder(PosixStore(tmp_path / "store"), small_weights())
+    builder.train(0.1)
+    config = write_config(tmp_path, "anchors: {every: 1}")
+    command = [sys.executable, "-m", "deltasync.cli", "publisher", "run", "-c", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            serving = re.search(r"serving HTTP at (127\.0\.0\.1:\d+)$", process.stderr.readline())
+            assert serving is not None
+            assert f"no spool: keeping the anchors of {builder.store.url}" in process.stderr.readline()
+            assert urlopen(f"http://{serving[1]}/readyz", timeout=WAIT).status == 200
+            assert "stored version=1 whole" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
+    assert builder.log.alternates() == [1]
 
 
 def test_a_spool_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,11 @@ from chunkstore.metrics import StoreMetrics
 from manifest.verify import verify_stream
 from publisher.anchors import Chain, ChainGauge, RoutineAnchors
 from publisher.config import AnchorConfig
+from publisher.refusals import Refusals
 from publisher.report import Report
 from tests.subscriber.parts import until
 from tests.support.faults import FaultStore
-from tests.support.streams import StreamBuilder, random_weights
+from tests.support.streams import StreamBuilder, random_weights, refuse
 
 SHAPES = {"a": (400, 50), "b": (7,)}
 
@@ -85,6 +86,22 @@ def test_the_thread_stores_versions_whole_and_survives_a_store_that_fails() -> N
         stream.train(0.1)
         until(lambda: stream.log.alternates() == [1, 2])
         until(lambda: b"deltasync_publisher_anchors_total 2.0" in report.metrics.text())
+    assert verify_stream(stream.store).ok
+
+
+def test_the_thread_answers_what_subscribers_refuse() -> None:
+    """As of a stream that several writers feed, whatever the policy says."""
+    stream = builder()
+    stream.train(0.1)
+    refuse(stream.store, 1)
+    refusals = Refusals(stream.store, look=0.0)
+    never = AnchorConfig(every=None, chain_weight=None)
+    with RoutineAnchors(stream.store, never, None, Report(StoreMetrics()), look=0.01, refusals=refusals):
+        until(lambda: stream.log.alternates() == [1])
+        stream.train(0.1)
+        refuse(stream.store, 1, "another")  # what is whole by now helps it already
+        refuse(stream.store, 2, "third")
+        until(lambda: stream.log.alternates() == [1, 2])
     assert verify_stream(stream.store).ok
 
 

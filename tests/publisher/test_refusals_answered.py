@@ -1,18 +1,16 @@
 """What subscribers refuse is answered with an anchor: soon, once, and not for ever."""
 
-import json
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from chunkstore.memory import MemoryStore
-from manifest.keys import status_key
 from manifest.lease import Lease, Refusal
 from manifest.log import VersionLog, open_stream
 from publisher.refusals import Answers
 from tests.publisher.zoo import adamw, assert_identical, attach, fresh_store
 from tests.subscriber.parts import until
+from tests.support.streams import refuse
 
 ONCE = 600.0
 
@@ -60,15 +58,6 @@ def test_one_that_was_taken_starts_anew() -> None:
     answers = Answers(Clock())
     answers.answered(["a"], 9)
     assert answers.unanswered([lease("a", 15, applied=14)], 9, 15) == ["a"]
-
-
-def refuse(store: MemoryStore, version: int, name: str = "worker") -> None:
-    """What a subscriber's status says."""
-    status = {
-        "stream": open_stream(store).id.hex(), "applied_version": version - 1, "needs_version": version - 1,
-        "renew_seconds": 30.0, "refused": [{"version": version, "kind": "corrupt_object", "action": "reseed"}],
-    }  # fmt: skip
-    store.put(status_key(name), json.dumps(status).encode())
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -14,10 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chunkstore.errors import ConfigError
 from manifest.errors import Fenced, LocalDiskError
 from manifest.verify import verify_stream
-from publisher.config import PublisherConfig
 from publisher.errors import (
     CaptureLost,
     MappingMismatch,
@@ -29,7 +27,6 @@ from publisher.errors import (
 from publisher.frames import SOCKET
 from publisher.listener import Listener
 from publisher.publisher import Publisher
-from publisher.service import run_publisher
 from publisher.share import SharedState, share_optimizer_state
 from tests.publisher.sidecars import ROOT, WAIT, Sidecar, sidecar_thread, store_of, write_config
 from tests.publisher.zoo import Zoo, adamw, assert_identical, attach, make, train
@@ -339,9 +336,3 @@ def test_one_publisher_process_per_spool(tmp_path: Path) -> None:
         Listener(tmp_path, 1.0),
     ):
         pass
-
-
-def test_a_publisher_process_needs_a_spool(tmp_path: Path) -> None:
-    config = PublisherConfig.model_validate({"store": {"url": "memory://x"}, "inference_dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match="spool: is required"):
-        run_publisher(config)

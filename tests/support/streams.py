@@ -1,5 +1,6 @@
 """Build small, valid streams from numpy arrays: catalog, anchors, deltas, takeovers, alternates."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -14,8 +15,8 @@ from chunkstore.digest import digest
 from chunkstore.dtypes import Bits, bits_dtype
 from chunkstore.store import Store
 from manifest.catalog import Catalog, TensorSpec, root_digest
-from manifest.keys import chunk_key
-from manifest.log import VersionLog, create_or_open_stream, put_catalog
+from manifest.keys import chunk_key, status_key
+from manifest.log import VersionLog, create_or_open_stream, open_stream, put_catalog
 from manifest.schema import ChunkRef, Manifest
 from manifest.sections import SectionRef, Sections
 from manifest.signing import Signer
@@ -216,3 +217,12 @@ class StreamBuilder:
         return ChunkRef(
             key=key, nbytes=len(data), hash=blake3.blake3(data).digest(), sections=Sections.of(sections)
         )
+
+
+def refuse(store: Store, version: int, name: str = "worker") -> None:
+    """Let a subscriber's status object say that it refuses `version`."""
+    status = {
+        "stream": open_stream(store).id.hex(), "applied_version": version - 1, "needs_version": version - 1,
+        "renew_seconds": 30.0, "refused": [{"version": version, "kind": "corrupt_object", "action": "reseed"}],
+    }  # fmt: skip
+    store.put(status_key(name), json.dumps(status).encode())
