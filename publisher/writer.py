@@ -184,6 +184,16 @@ class StreamWriter:
             base.epoch,
             len(differs),
         )
+        if 0 < len(differs) < len(self.catalog.tensors):
+            names = [self.catalog.tensors[number].name for number in differs]
+            log.warning(
+                "%d of %d tensors differ from version %d: %s. If training resumes from that very version, they are not "
+                "mapped to the right places; from another one, they are just its weights",
+                len(names),
+                len(self.catalog.tensors),
+                base.version,
+                ", ".join(names[:10]),
+            )
 
     def _compare(self, base: Manifest, *, everything: bool) -> list[int]:
         """Ids of the tensors that are not what `base` holds, or of all."""

@@ -115,6 +115,19 @@ def test_a_restart_continues_the_chain_with_what_differs() -> None:
         assert_identical(publisher, model, store, 3)
 
 
+def test_a_restart_names_the_tensors_that_alone_differ(caplog: pytest.LogCaptureFixture) -> None:
+    """With `base_checkpoint` long past, this is all that tells of a layout whose map is wrong."""
+    model, store = Zoo(), fresh_store()
+    attach(model, adamw(model), store).close()
+    attach(model, adamw(model), store).close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    with torch.no_grad():
+        model.inner.weight.copy_(model.inner.weight[torch.randperm(700)])
+    attach(model, adamw(model), store).close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "tensors differ from version 2: inner.weight. If training resumes" in warning
+
+
 def test_a_predecessor_is_fenced_and_says_by_whom() -> None:
     model = Zoo()
     optimizer = adamw(model)
