@@ -40,7 +40,7 @@ def probe_key(store: Store) -> Iterator[str]:
     key = f"{PROBES}{uuid4().hex}"
     try:
         yield key
-    except BaseException:
+    except BaseException:  # also Ctrl-C: a probe is nobody's object
         with suppress(StoreError):
             store.delete(key)
         raise

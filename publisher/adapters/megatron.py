@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,8 +26,6 @@ from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
 
 T = TypeVar("T")
-
-_SHOWN: Final = 10
 
 
 @dataclass(frozen=True)
@@ -158,24 +156,13 @@ class MegatronAdapter(PlainAdapter):
         if strange:
             return strange
         held: dict[str, int] = {}
-        own: list[str] = []
         late = any(one.ddp_config.overlap_param_gather for one in self._distributed)
         for parameter, local in self._placed():
             for run in local.runs if local.shared and not late else ():
                 if run.name is not None and run.region is not None:
                     part = _part(parameter, run.start, (run.numel,))
                     held[f"{run.name} {run.region}"] = digest(run.name, part)
-        first: dict[str, tuple[int, int]] = {}
-        for rank, digests in enumerate(self._ranks.told(held)):
-            for place, found in digests.items():
-                other, expected = first.setdefault(place, (rank, found))
-                if found != expected and rank == self._ranks.writer.rank:
-                    own.append(f"{place.partition(' ')[0]} differs from what rank {other} holds of it")
-        return [
-            f"rank {rank}: {problem}"
-            for rank, told in enumerate(self._ranks.told(own[:_SHOWN]))
-            for problem in told
-        ]
+        return self._ranks.problems([], held)
 
     def _placed(self) -> Iterator[tuple[nn.Parameter, Local]]:
         """Every parameter that this rank has, and where it lies. Raises MappingMismatch."""

@@ -1,6 +1,6 @@
 """What the ranks of one trainer tell each other at attach, so that none waits for one that has given up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -55,6 +55,24 @@ class Ranks:
             if problem is not None:
                 raise MappingMismatch(f"rank {rank} refuses: {problem}", hint="its own log says more")
         return found
+
+    def problems(self, own: list[str], held: Mapping[str, int]) -> list[str]:
+        """What is wrong on any rank: `own` of each, and copies that differ.
+
+        `held`: digests by tensor name and place, the name first; those of one place must be the same on all ranks.
+        """
+        mine = list(own)
+        first: dict[str, tuple[int, int]] = {}
+        for rank, digests in enumerate(self.told(held)):
+            for place, found in digests.items():
+                other, expected = first.setdefault(place, (rank, found))
+                if found != expected and rank == self.writer.rank:
+                    mine.append(f"{place.partition(' ')[0]} differs from what rank {other} holds of it")
+        return [
+            f"rank {rank}: {problem}"
+            for rank, problems in enumerate(self.told(mine[:_SHOWN]))
+            for problem in problems
+        ]
 
     def strange(self, catalog: Catalog) -> list[str]:
         """What of the ranks' catalogs is not the same on all. To be asked before anything is gathered by name."""

@@ -113,27 +113,17 @@ class ShardedAdapter(PlainAdapter):
         for spec in catalog.tensors:
             tensor = live[spec.name]
             if isinstance(tensor, DTensor):
-                with (
-                    torch.no_grad()
-                ):  # shards that FSDP offloads are gathered where its ranks can communicate
+                with torch.no_grad():
+                    # Shards that FSDP offloads are gathered where its ranks can communicate.
                     there = tensor.to(tensor.device_mesh.device_type)
                     assert isinstance(there, DTensor)
                     whole = there.full_tensor()
                 for piece in self.pieces_of(spec.name, tensor):
                     own += _misplaced(piece, tensor, whole)
         stepped = [piece for piece in self.pieces(catalog) if piece.key is not None]
-        held = self._ranks.told({_place(piece): digest(piece.name, piece.tensor) for piece in stepped})
-        first: dict[str, tuple[int, int]] = {}
-        for rank, digests in enumerate(held):
-            for place, found in digests.items():
-                other, expected = first.setdefault(place, (rank, found))
-                if found != expected and rank == self._ranks.writer.rank:
-                    own.append(f"{place.partition(' ')[0]} differs from what rank {other} holds of it")
-        return [
-            f"rank {rank}: {problem}"
-            for rank, problems in enumerate(self._ranks.told(own[:_SHOWN]))
-            for problem in problems
-        ]
+        return self._ranks.problems(
+            own, {_place(piece): digest(piece.name, piece.tensor) for piece in stepped}
+        )
 
     def _left_behind(self, live: Mapping[str, torch.Tensor]) -> list[str]:
         """Shards to be trained that nothing steps, while an optimizer steps a whole tensor of that shape outside."""
