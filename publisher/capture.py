@@ -84,12 +84,13 @@ def capture_snapshot(shard: Shard) -> None:
     assert snapshot is not None
     found = _Changed()
     for start, bits in shard.pieces():
-        kept = shard.part_of(snapshot, start, start + len(bits))
+        stored = shard.part_of(snapshot, start, start + len(bits))
+        kept = stored.to(bits.device)  # weights may have been offloaded, or brought back, since
         local = (bits != kept).nonzero().flatten()
         digests = shard.fingerprint.blocks(bits, start)
         old = kept[local].cpu().numpy().view(np.uint16)
         found.add(shard, start, digests, (local + start).cpu().numpy(), old)
-        kept.copy_(bits)
+        stored.copy_(bits)
     found.hand_over(shard)
 
 

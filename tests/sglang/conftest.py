@@ -32,15 +32,14 @@ StartServer = Callable[..., SglangServer]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test here its time limit, and one worker to all that share a server. Called with the whole suite's."""
+    """Give each test here its time limit, and one worker to those that share servers. Called with the whole suite's."""
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_TEST_TIMEOUT))
-        for server in ("shared_dense_server", "shared_moe_server"):
-            if server in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(server))
+        broken = "broken_server" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("sglang-broken" if broken else "sglang"))
 
 
 @pytest.fixture(scope="session")

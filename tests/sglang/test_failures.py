@@ -151,19 +151,19 @@ def test_a_rank_that_fails_at_prepare_changes_nothing(case: Case, rank: int) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_between_two_tensors_is_written_again(case: Case, rank: int) -> None:
-    case.breakable.arm(rank, "scatter", "after 1 raise")
+    case.breakable.arm(rank, "write", "after 1 raise")
     case.follower.reach(case.trainer.publish())
     assert case.follower.applied[-1].changed is not None
 
 
 def test_nobody_can_continue_a_server_that_is_half_written(case: Case) -> None:
     """A stranger's /continue_generation in the middle of a scatter: no batch runs before it is whole."""
-    case.breakable.arm(1, "scatter", "after 1 wait")
+    case.breakable.arm(1, "write", "after 1 wait")
     case.trainer.publish()
-    until(lambda: "1.scatter.reached" in case.breakable.armed())
+    until(lambda: "1.write.reached" in case.breakable.armed())
     count = len(case.watcher.answers)
     oracle.post(case.server, "/continue_generation")
-    case.breakable.let_go("1.scatter.reached")
+    case.breakable.let_go("1.write.reached")
     case.follower.reach(2)
     assert all(found.versions != ("1",) for found in case.watcher.answers[count + 1 :])
 
@@ -216,12 +216,12 @@ def test_answers_that_come_too_late(case: Case, word: str) -> None:
 def test_a_rank_that_hangs_while_it_writes(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     """Longer than write_timeout: nobody knows how far it came, and nothing runs until it is known."""
     caplog.set_level("INFO", "deltasync.subscriber")
-    case.breakable.arm(0, "scatter", "after 1 wait")
+    case.breakable.arm(0, "write", "after 1 wait")
     case.trainer.publish()
-    until(lambda: "0.scatter.reached" in case.breakable.armed())
+    until(lambda: "0.write.reached" in case.breakable.armed())
     answers = len(case.watcher.answers)
     until(lambda: "answer_lost" in caplog.text)
-    case.breakable.let_go("0.scatter.reached")
+    case.breakable.let_go("0.write.reached")
     case.follower.reach(2)
     assert all(found.versions != ("1",) for found in case.watcher.answers[answers + 1 :])
 
@@ -261,15 +261,15 @@ def test_half_written_and_the_subscriber_is_gone(case: Case, rank: int, lost: bo
     """The ranks keep what they were to write, so that not even the loss of all staged files strands the server."""
     case.follower.subscriber.stop()
     case.trainer.publish()
-    case.breakable.arm(rank, "scatter", "after 1 wait")
+    case.breakable.arm(rank, "write", "after 1 wait")
     process = case.follower.start_process()
-    until(lambda: f"{rank}.scatter.reached" in case.breakable.armed())
+    until(lambda: f"{rank}.write.reached" in case.breakable.armed())
     process.kill()
     process.wait()
     if lost:
         shutil.rmtree(case.follower.config.staging_path)
     oracle.post(case.server, "/continue_generation")
-    case.breakable.let_go(f"{rank}.scatter.reached")
+    case.breakable.let_go(f"{rank}.write.reached")
     case.restart()
     case.follower.reach(2)
     assert not any(applied.from_anchor for applied in case.follower.applied)

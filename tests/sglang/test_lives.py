@@ -29,7 +29,7 @@ def test_a_server_that_is_killed_in_every_phase(dense_checkpoint: Path, tmp_path
     with training(dense_checkpoint, tmp_path, frozen="embed") as trainer:
         port = None
         follower = None
-        for number, point in enumerate(["gather", "scatter", "digest", None]):
+        for number, point in enumerate(["gather", "write", "digest", None]):
             with SglangServer(options, tmp_path / f"server-{number}.log", port) as server:
                 port = server.port
                 server.wait_ready()

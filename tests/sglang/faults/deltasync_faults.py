@@ -2,7 +2,7 @@
 
 `<folder>/<rank>.<point>` arms a point: the rank takes the file and does what it says, once. `raise`, `kill`, or
 `wait`, which lasts until `<folder>/go` exists and makes `gone`; `after N …` lets N calls pass first. Points are the
-functions of `subscriber.sglang.live` (gather, scatter, digest), which a rank calls once per piece or box.
+functions of `subscriber.sglang.live` (gather, write, digest), which a rank calls once per piece or box.
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-POINTS = ("gather", "scatter", "digest")
+POINTS = ("gather", "write", "digest")
 
 
 def register() -> None:
