@@ -31,6 +31,7 @@ class Served(NamedTuple):
 StartServer = Callable[..., SglangServer]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test here its time limit, and one worker to those that share servers. Called with the whole suite's."""
     for item in items:
