@@ -54,7 +54,9 @@ def test_pure_bf16_is_refused_by_name() -> None:
         attach(model, adamw(model), fresh_store())
 
 
-@pytest.mark.parametrize("given", [None, {"actor": "adamw"}, [object()], []], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, {"actor": "adamw"}, [object()], []], ids=["None", "dict", "list", "empty"]
+)
 def test_what_is_no_optimizer_is_refused_by_name(given: object) -> None:
     with pytest.raises(OptimizerRefused, match=r"(NoneType|str|object|nothing) is given as the optimizer"):
         Publisher.attach(given, Zoo(), {"store": {"url": "memory://unused"}, "inference_dtype": "bfloat16"})
