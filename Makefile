@@ -50,7 +50,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
 # With ARGS only what they name, in .venv; tests/sglang_trace and tests/megatron need theirs in their own process.
 test: check $(SGLANG_READY) $(MEGATRON_READY)

@@ -31,16 +31,10 @@ class Served(NamedTuple):
 StartServer = Callable[..., SglangServer]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test here its time limit, and one worker to those that share servers. Called with the whole suite's."""
-    for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_TEST_TIMEOUT))
-        broken = "broken_server" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("sglang-broken" if broken else "sglang"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give each test here its time limit."""
+    if item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(_TEST_TIMEOUT))
 
 
 @pytest.fixture(scope="session")
