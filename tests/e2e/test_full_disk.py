@@ -27,6 +27,7 @@ from tests.subscriber.parts import TIMEOUT, Worker, running, small_weights, unti
 from tests.support.crashes import assert_nothing_leaks
 from tests.support.disks import DISKS, Disk, small_disk
 from tests.support.faults import FaultStore
+from tests.support.files import below
 from tests.support.streams import StreamBuilder
 
 
@@ -182,7 +183,7 @@ def test_a_subscriber_serves_on_and_tells(
             assert version == written
             assert worker.holds(written)
         if not step.startswith("journal"):
-            until(lambda: not list((disk.folder / "staging").rglob("update-*")))
+            until(lambda: not any(p.name.startswith("update-") for p in below(disk.folder / "staging")))
         disk.free()
         subscriber.wait_for(1, TIMEOUT)
         assert worker.holds(1)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from manifest.keys import STREAM, alternate_key, catalog_key, manifest_key, pars
 from manifest.log import VersionLog, open_stream, read_catalog
 from manifest.verify import verify_stream
 from publisher.takeover import claim
+from tests.support.files import below
 from tests.support.processes import PROCESSES
 
 DAY = 86400.0
@@ -65,10 +67,11 @@ def _exitcode(process: ForkServerProcess) -> int | None:
 
 
 def age(directory: Path, seconds: float) -> None:
-    """Make everything below `directory`, empty directories included, that much older."""
-    for path in directory.rglob("*"):
-        then = path.stat().st_mtime - seconds
-        os.utime(path, (then, then))
+    """Make everything below `directory`, empty directories included, that much older. Others may be at work there."""
+    for path in below(directory):
+        with suppress(FileNotFoundError):
+            then = path.stat().st_mtime - seconds
+            os.utime(path, (then, then))
 
 
 def assert_nothing_leaks(root: Path, base: Checkpoint | None = None) -> None:
