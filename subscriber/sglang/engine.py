@@ -158,6 +158,7 @@ class SGLangEngine:
         self._version = None
         # In this order: even if the pause fails, nothing is served; and what waits is aborted without another step.
         await self._client.ask("hold", reason=reason)
+        crash_point("subscriber.after_hold")
         await self._client.pause()
 
     async def release(self, version: int) -> None:

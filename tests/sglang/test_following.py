@@ -1,5 +1,6 @@
 """A subscriber of a real server over its life: starts, restarts, strangers, running requests."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,22 @@ def test_a_server_at_another_checkpoint_is_brought_up_from_an_anchor(dense: Serv
         with Follower(dense.server.url, trainer) as follower:
             follower.reach(1)
             assert follower.applied[0].from_anchor
+        equals_export(dense, trainer)
+
+
+def test_what_a_killed_subscriber_held_back_is_not_served(dense: Served, tmp_path: Path) -> None:
+    """It dies before it has paused: no batch runs, and a request that comes waits for the next one."""
+    other = save_qwen3(tmp_path / "other", seed=98)
+    oracle.load_from_disk(dense.server, other, version="stranger")
+    with training(dense.checkpoint, tmp_path) as trainer:
+        trainer.publish()
+        follower = Follower(dense.server.url, trainer)
+        assert follower.run_process("subscriber.after_hold") == -signal.SIGKILL
+        with Stream(dense.server, tokens=8) as stream:
+            with follower:
+                follower.reach(1)
+            stream.result()
+        assert versions_of(stream.meta) == ("1",)
         equals_export(dense, trainer)
 
 
