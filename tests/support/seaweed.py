@@ -1,6 +1,8 @@
 """A SeaweedFS of one's own: a real S3 server of another make than the embedded one, on 127.0.0.1."""
 
+import ctypes
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from deltasync.s3server import BUCKET, CREDENTIALS
 
+_LIBC: Final = ctypes.CDLL(None)
+_END_WITH_PARENT: Final = (1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 _START: Final = 60.0
 """Seconds after which it will not come up any more."""
 
@@ -24,7 +28,8 @@ _START: Final = 60.0
 def seaweedfs(directory: Path) -> Iterator[str]:
     """The endpoint of a server that keeps its files in `directory`, has the bucket `BUCKET`, and checks `CREDENTIALS`.
 
-    One process with master, volume server, filer and gateway. Killed at the end: an orderly stop takes 15 seconds.
+    One process with master, volume server, filer and gateway. Killed at the end: an orderly stop takes 15 seconds. It
+    ends with the thread that started it, too, should the tests be killed.
     """
     identity = {
         "name": "tests",
@@ -49,7 +54,9 @@ def seaweedfs(directory: Path) -> Iterator[str]:
     ]  # fmt: skip
     with (
         (directory / "log").open("wb") as log,
-        subprocess.Popen(command, cwd=directory, stdout=log, stderr=log) as process,
+        subprocess.Popen(
+            command, cwd=directory, stdout=log, stderr=log, preexec_fn=lambda: _LIBC.prctl(*_END_WITH_PARENT)
+        ) as process,
     ):
         try:
             url = f"http://127.0.0.1:{ports['s3.port']}"
