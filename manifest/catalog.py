@@ -23,6 +23,8 @@ CATALOG_FORMAT: Final = 1
 MAX_TENSORS: Final = 1 << 20
 MAX_CATALOG_BYTES: Final = 256 << 20
 _NAME = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces
+ADAPTER_PREFIX: Final = "base_model.model."
+"""With which the names of every tensor of a PEFT adapter begin, and of nothing else."""
 _ROOT_DOMAIN: Final = b"deltasync root digest v1\0"
 
 
@@ -86,6 +88,11 @@ class Catalog:
                 "catalog is not valid: " + "; ".join(problems[:20]), hint="fix the names listed"
             )
         return catalog
+
+    @property
+    def adapter(self) -> bool:
+        """Whether these are the tensors of a PEFT adapter, not those of a model."""
+        return bool(self.tensors) and all(t.name.startswith(ADAPTER_PREFIX) for t in self.tensors)
 
     def _problems(self) -> list[str]:
         names = [t.name for t in self.tensors]

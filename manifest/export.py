@@ -26,8 +26,8 @@ from manifest.rebuild import rebuild
 from manifest.signing import Trust
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
+_ADAPTER: Final = ("adapter_model.safetensors", "adapter_config.json")
 _COPIED: Final = (
-    "config.json",
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -65,7 +65,8 @@ def export_checkpoint(
 ) -> Exported:
     """Write `version` into `directory`, which must not exist or be empty: all of it once it is verified, or nothing.
 
-    One `model.safetensors`, or shards of up to `max_shard_bytes` bytes (a larger tensor has its own) and their index.
+    One `model.safetensors`, or shards of up to `max_shard_bytes` bytes (a larger tensor has its own) and their index;
+    of a PEFT adapter one `adapter_model.safetensors`, whatever its size.
     `base`: the checkpoint that version 0 may refer to.
     Aliases are not written: they are the same weights. Configuration, generation and tokenizer files of `config_dir`
     are copied. The tensors are built in the files themselves, so memory stays at one chunk and one window; every
@@ -86,7 +87,7 @@ def export_checkpoint(
         if len(shards) > 1:
             _write_index(temporary, catalog, shards)
         if config_dir is not None:
-            _copy_configuration(config_dir, temporary)
+            _copy_configuration(config_dir, temporary, _ADAPTER[1] if catalog.adapter else "config.json")
         files = tuple(sorted(path.name for path in temporary.iterdir()))
         for name in files:
             _sync(temporary / name)
@@ -172,7 +173,9 @@ def _shards(catalog: Catalog, limit: int) -> dict[str, list[TensorSpec]]:
         groups[-1].append(spec)
         filled += spec.nbytes
     names = ["model.safetensors"]
-    if len(groups) > 1:
+    if catalog.adapter:
+        names, groups = [_ADAPTER[0]], [list(catalog.tensors)]
+    elif len(groups) > 1:
         names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     return {n: sorted(group, key=lambda spec: -spec.width) for n, group in zip(names, groups, strict=True)}
 
@@ -216,12 +219,12 @@ def _write_index(directory: Path, catalog: Catalog, shards: dict[str, list[Tenso
     (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _copy_configuration(source: Path, target: Path) -> None:
-    if not (source / "config.json").is_file():
+def _copy_configuration(source: Path, target: Path, required: str) -> None:
+    if not (source / required).is_file():
         raise LocalDiskError(
-            f"{source} has no config.json", hint="name the directory of the model's configuration"
+            f"{source} has no {required}", hint="name the directory of the model's configuration"
         )
-    for pattern in _COPIED:
+    for pattern in (required, *_COPIED):
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, target / path.name)

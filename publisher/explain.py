@@ -95,7 +95,7 @@ def explain(
     checkpoint = (
         Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
     )
-    adapter, writer = recognise(optimizer, model, list(masters), writer, checkpoint)
+    adapter, writer = recognise(optimizer, model, list(masters), writer, checkpoint, settings.lora)
     rank, ranks = (0, 1) if writer is None else (writer.rank, writer.world_size)
     plan = plan_watch(adapter, checkpoint, settings, rank)
     problems = adapter.problems(plan.catalog)

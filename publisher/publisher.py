@@ -141,7 +141,7 @@ class Publisher:
         checkpoint = (
             Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
         )
-        adapter, writer = recognise(optimizer, model, masters, writer, checkpoint)
+        adapter, writer = recognise(optimizer, model, masters, writer, checkpoint, settings.lora)
         if writer is not None and writer.world_size == 1 and writer.owned is None:
             writer = None
         _check_combination(settings, masters, store, writer, adapter)
@@ -224,8 +224,8 @@ def _check_combination(
         return
     if writer is not None or not adapter.sharable:
         raise ConfigError(
-            f"a writer was given, or the model is spread over ranks ({adapter.kind}), but with `spool` one process "
-            "feeds the stream",
+            "a writer was given, the model is spread over ranks, or not all of it is published "
+            f"({adapter.kind}), but with `spool` one process feeds the stream from all of it",
             hint="leave `spool` out of publisher.yaml: each writer then does its work in its own process",
         )
     if store is not None:

@@ -22,7 +22,7 @@ from subscriber.errors import EngineChanged, EngineFailed, VerificationFailed, n
 from subscriber.gate import Gate
 from subscriber.staging import StagedUpdate
 from subscriber.threads import Check, in_thread
-from subscriber.torch_names import LiveTensor, live_tensors
+from subscriber.torch_names import LiveTensor, live_tensors, reader
 from subscriber.verify import verify
 
 _MASK: Final = (1 << 64) - 1
@@ -31,6 +31,7 @@ _MASK: Final = (1 << 64) - 1
 class TorchEngine:
     """Keeps the parameters and persistent buffers of `module` at a stream's versions, in place.
 
+    Of a PEFT model those of the adapter that is active now, and nothing of the base.
     Generate inside `with engine.serving():`; the daemon writes only between such blocks.
 
     `boot_id`: names this life of the weights. Leave it out unless they outlive the process (shared memory).
@@ -44,6 +45,7 @@ class TorchEngine:
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.module = module
+        self._read = reader(module)
         self._boot_id = boot_id or secrets.token_hex(8)
         self._lock: AbstractContextManager[object] = lock or nullcontext()
         self._gate = Gate("no verified version has been loaded yet")
@@ -92,7 +94,7 @@ class TorchEngine:
 
     def _digests(self, catalog: Catalog, check: Check) -> U64:
         out: list[int] = []
-        for live in live_tensors(self.module, catalog):
+        for live in live_tensors(self._read(), catalog):
             check()
             first, *others = [torch_bits.digest(live.name, copy) for copy in live.copies]
             # Copies of one tensor that differ are no version at all: report what no manifest says.
@@ -100,7 +102,7 @@ class TorchEngine:
         return np.array(out, np.uint64)
 
     def _prepare(self, staged: StagedUpdate, check: Check) -> Prepared:
-        live = live_tensors(self.module, staged.catalog)
+        live = live_tensors(self._read(), staged.catalog)
         token = None if staged.base is None else _token(live)
 
         def gather(update: Update) -> list[Bits]:
@@ -111,7 +113,7 @@ class TorchEngine:
 
     def _scatter(self, prepared: Prepared) -> Scattered:
         staged = prepared.staged
-        live = live_tensors(self.module, staged.catalog)
+        live = live_tensors(self._read(), staged.catalog)
         paused = time.perf_counter()
         self._gate.close(f"version {staged.target.version} is being written")
         with ExitStack() as stack:

@@ -1,6 +1,8 @@
 """Which live tensors of a module hold each canonical tensor of a catalog."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch import nn
 from chunkstore.torch_dtypes import DTYPE_NAMES
 from manifest.catalog import Catalog
 from manifest.naming import canonical_tensors
+from manifest.peft_names import ActiveAdapter, peft_models
 from subscriber.errors import EngineMismatch, name_offenders
 
 
@@ -22,13 +25,27 @@ class LiveTensor:
     copies: tuple[torch.Tensor, ...]
 
 
-def live_tensors(module: nn.Module, catalog: Catalog) -> list[LiveTensor]:
-    """The module's parameters and persistent buffers in catalog order.
+def reader(module: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
+    """Reads what of `module` a stream holds, live and by name: parameters and persistent buffers.
+
+    Of a PEFT model the adapter that is active now; the base is nobody's but the module's. That raises EngineMismatch if
+    adapters are switched or merged in place, this if several are active.
+    """
+    models = peft_models([module])
+    if not models:
+        return partial(canonical_tensors, module)
+    if len(models) > 1:
+        raise EngineMismatch(f"the module has {len(models)} PeftModels", hint="give the engine one of them")
+    return ActiveAdapter(models[0], EngineMismatch).tensors
+
+
+def live_tensors(live: dict[str, torch.Tensor], catalog: Catalog) -> list[LiveTensor]:
+    """`live` in catalog order.
 
     Raises EngineMismatch naming every tensor that is missing, surplus, of another dtype or shape, or that cannot be
     written in place.
     """
-    live = canonical_tensors(module)
+    live = dict(live)
     names: list[list[str]] = [[spec.name] for spec in catalog.tensors]
     for alias, name in catalog.aliases.items():
         names[catalog.ids[name]].append(alias)

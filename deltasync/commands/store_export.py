@@ -22,7 +22,8 @@ def register(commands: Commands) -> None:
     parser = commands.add_parser(
         "export",
         help="write a version as a Hugging Face checkpoint",
-        description="Write a version as safetensors files that transformers loads. DIR appears whole or not at all.",
+        description="Write a version as safetensors files that transformers loads, or PEFT, if it is an adapter. DIR "
+        "appears whole or not at all.",
     )
     add_store_options(parser)
     add_trust_option(parser)
@@ -35,7 +36,7 @@ def register(commands: Commands) -> None:
         "--config",
         type=Path,
         metavar="DIR",
-        help="checkpoint folder to copy config.json and the tokenizer from",
+        help="checkpoint folder to copy config.json, or adapter_config.json, and the tokenizer from",
     )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     parser.set_defaults(run=run)

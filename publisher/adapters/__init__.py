@@ -5,7 +5,8 @@ In: an optimizer and a model, as the framework made them. Out: shards of canonic
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 from chunkstore.errors import ConfigError
 from manifest.checkpoint import Checkpoint
 from manifest.naming import canonical_tensors
-from publisher.adapters.base import Adapter
+from publisher.adapters.base import Adapter, Selection
 from publisher.adapters.given import GivenAdapter
+from publisher.adapters.lora import Lora, check_no_lora, select
 from publisher.adapters.megatron import MegatronAdapter
 from publisher.adapters.plain import Masters, PlainAdapter
 from publisher.adapters.ranks import Ranks
@@ -31,36 +33,36 @@ def recognise(
     masters: Masters,
     writer: Writer | None,
     checkpoint: Checkpoint | None,
+    lora: Lora | None,
 ) -> tuple[Adapter, Writer | None]:
     """The adapter for what is given, and this process's place among the writers; None: it feeds the stream alone.
 
     Where the model is spread over ranks and no `writer` is given, all ranks of torch.distributed are the writers, who
-    have to ask together. `checkpoint`: what the run started from. Frameworks that are not imported cannot have made
-    anything, and are not imported here.
+    have to ask together. `checkpoint`: what the run started from. `lora`: as in publisher.yaml. Frameworks that are not
+    imported cannot have made anything, and are not imported here.
     Raises OptimizerRefused, ConfigError, MappingMismatch.
     """
     if _any([optimizer], "megatron.core.optimizer.optimizer", "MegatronOptimizer"):
+        check_no_lora(model, lora, "Megatron-Core's optimizer")
         return _megatron(optimizer, model, list(masters), writer, checkpoint)
     optimizers = _torch_optimizers(optimizer)
+    selected = partial(select, model, optimizers, masters, lora)
     if writer is not None and writer.owned is not None:
-        return GivenAdapter(model, optimizers, masters, writer), writer
+        return GivenAdapter(model, optimizers, masters, writer, selected()), writer
     if _any(model.modules(), "torch.distributed.fsdp", "FullyShardedDataParallel"):
         raise OptimizerRefused(
             "the model is wrapped in FullyShardedDataParallel: its flat parameters do not tell which tensors they hold",
             hint="use fully_shard (FSDP2), or name the shards: deltasync.Owned",
         )
     if _any(optimizers, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-        return _zero_redundancy(optimizers, model, list(masters), writer)
+        return _zero_redundancy(optimizers, model, list(masters), writer, selected)
     if _any(
         [*canonical_tensors(model).values(), *_stepped(optimizers)], "torch.distributed.tensor", "DTensor"
     ):
-        from publisher.adapters.sharded import ShardedAdapter
-
-        ranks = Ranks(writer or Writer.of_process_group())
-        return ranks.together(lambda: ShardedAdapter(model, optimizers, masters, ranks)), ranks.writer
+        return _sharded(optimizers, model, masters, writer, selected)
     if writer is None and isinstance(model, DistributedDataParallel):
         _check_first(model)
-    return PlainAdapter(model, optimizers, masters, writer), writer
+    return PlainAdapter(model, optimizers, masters, writer, selection=selected()), writer
 
 
 def _torch_optimizers(given: Any) -> list[Optimizer]:
@@ -100,8 +102,29 @@ def _megatron(
     return ranks.together(lambda: MegatronAdapter(model, optimizer, ranks, checkpoint)), ranks.writer
 
 
+def _sharded(
+    optimizers: Sequence[Optimizer],
+    model: nn.Module,
+    masters: Masters,
+    writer: Writer | None,
+    selected: Callable[[], Selection],
+) -> tuple[Adapter, Writer]:
+    from publisher.adapters.sharded import ShardedAdapter, reshard
+
+    def found() -> Adapter:
+        reshard(model)
+        return ShardedAdapter(model, optimizers, masters, ranks, selected())
+
+    ranks = Ranks(writer or Writer.of_process_group())
+    return ranks.together(found), ranks.writer
+
+
 def _zero_redundancy(
-    optimizers: Sequence[Any], model: nn.Module, masters: Sequence[object], writer: Writer | None
+    optimizers: Sequence[Any],
+    model: nn.Module,
+    masters: Sequence[object],
+    writer: Writer | None,
+    selected: Callable[[], Selection],
 ) -> tuple[Adapter, Writer]:
     from publisher.adapters.zero_redundancy import ZeroRedundancyAdapter
 
@@ -110,7 +133,9 @@ def _zero_redundancy(
             "ZeroRedundancyOptimizer is given together with other optimizers or masters", hint="give it alone"
         )
     ranks = Ranks(writer or Writer.of_process_group(group=optimizers[0].process_group))
-    return ranks.together(lambda: ZeroRedundancyAdapter(model, optimizers[0], ranks)), ranks.writer
+    return ranks.together(
+        lambda: ZeroRedundancyAdapter(model, optimizers[0], ranks, selected())
+    ), ranks.writer
 
 
 def _check_first(model: DistributedDataParallel) -> None:

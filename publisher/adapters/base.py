@@ -58,6 +58,22 @@ class Piece:
         return tensor if self.view is None else self.view.of(tensor)
 
 
+class Selection(Protocol):
+    """What of a model is published, and under which names.
+
+    `kind`: for people, the end of the adapter's; may be empty. `whole`: all of it, under its own names.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def whole(self) -> bool: ...
+
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors by canonical name. Raises MappingMismatch if this is no longer what was selected."""
+
+
 class Adapter(Protocol):
     """Reads one kind of trainer. Asked anew at every publish, so that what was replaced meanwhile is seen.
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manifest.catalog import Catalog
-from publisher.adapters.base import Piece
+from publisher.adapters.base import Piece, Selection
 from publisher.adapters.plain import Masters, PlainAdapter
 from publisher.errors import MappingMismatch
 from publisher.group import Owned, Writer
@@ -20,13 +20,18 @@ class GivenAdapter(PlainAdapter):
     sharable = False
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], masters: Masters, writer: Writer
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        masters: Masters,
+        writer: Writer,
+        selection: Selection,
     ) -> None:
         assert writer.owned is not None
         self._owned: Sequence[Owned] = writer.owned
         self._rank = writer.rank
-        super().__init__(model, optimizers, masters, writer)
-        self.kind = GivenAdapter.kind
+        super().__init__(model, optimizers, masters, writer, selection=selection)
+        self.kind = GivenAdapter.kind + selection.kind
         self.ranks = writer.world_size
 
     def pieces(self, catalog: Catalog) -> list[Piece]:

@@ -19,6 +19,7 @@ from chunkstore.errors import ConfigError
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
 from publisher.adapters.base import Piece, View
+from publisher.adapters.lora import WholeModel
 from publisher.adapters.megatron_config import read_architecture
 from publisher.adapters.megatron_geometry import EMBEDDING, HEAD, Architecture, Coordinates, Local, place_all
 from publisher.adapters.plain import PlainAdapter
@@ -75,6 +76,7 @@ class MegatronAdapter(PlainAdapter):
             [o.optimizer for o in self._distributed],
             (),
             ranks.writer,
+            selection=WholeModel(nn.ModuleList()),
         )
         self.ranks = ranks.size
         self._ranks = ranks

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from manifest.catalog import Catalog
-from manifest.naming import canonical_tensors
-from publisher.adapters.base import Piece
+from publisher.adapters.base import Piece, Selection
 from publisher.errors import MappingMismatch, OptimizerRefused
 from publisher.group import Writer
 from publisher.optimizers import StepRecord, not_invertible, step_records, stepped, steps_taken
@@ -33,9 +32,9 @@ class Stepped:
 
 
 class PlainAdapter:
-    """Every tensor of the model whole, and in all ranks of `writer` alike.
+    """Every tensor that is published whole, and in all ranks of `writer` alike.
 
-    `masters`: what the optimizers step in place of parameters.
+    `masters`: what the optimizers step in place of parameters. `selection`: what of the model is published.
     """
 
     kind = "plain torch"
@@ -47,13 +46,15 @@ class PlainAdapter:
         optimizers: Sequence[Optimizer],
         masters: Masters = (),
         writer: Writer | None = None,
+        *,
+        selection: Selection,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.ranks = 1
-        self._model = model
+        self._model, self._selection = model, selection
+        self.sharable = type(self).sharable and selection.whole
         self.everyone = (0,) if writer is None else tuple(range(writer.world_size))
-        if isinstance(model, DistributedDataParallel):
-            self.kind = "DDP"
+        self.kind = ("DDP" if isinstance(model, DistributedDataParallel) else self.kind) + selection.kind
         self._stepped = _stepped(self.optimizers)
         self._masters = self._masters_of(masters)
 
@@ -63,7 +64,7 @@ class PlainAdapter:
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`."""
-        return canonical_tensors(self._model)
+        return self._selection.named()
 
     def pieces(self, catalog: Catalog) -> list[Piece]:
         """See `Adapter`."""

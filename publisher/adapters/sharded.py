@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from chunkstore.digest_torch import digest
 from manifest.catalog import Catalog
-from publisher.adapters.base import Piece
+from publisher.adapters.base import Piece, Selection
 from publisher.adapters.plain import Masters, PlainAdapter, check_readable
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
@@ -38,9 +38,14 @@ class ShardedAdapter(PlainAdapter):
     sharable = False
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], masters: Masters, ranks: Ranks
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        masters: Masters,
+        ranks: Ranks,
+        selection: Selection,
     ) -> None:
-        super().__init__(model, optimizers, masters, ranks.writer)
+        super().__init__(model, optimizers, masters, ranks.writer, selection=selection)
         self.ranks = ranks.size
         self._ranks = ranks
         live = self.named()
@@ -57,7 +62,7 @@ class ShardedAdapter(PlainAdapter):
                 hint=_REPLACED,
             )
         shards = any(isinstance(module, FSDPModule) for module in model.modules())
-        self.kind = f"{'FSDP2' if shards else 'DTensor'} ({_layouts(live)})"
+        self.kind = f"{'FSDP2' if shards else 'DTensor'} ({_layouts(live)}){selection.kind}"
 
     def together(self, read: Callable[[], T]) -> T:
         """See `Adapter`."""
@@ -65,9 +70,7 @@ class ShardedAdapter(PlainAdapter):
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`. After a forward without a backward FSDP2 leaves whole parameters in the root: they go back."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._model)
         return super().named()
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
@@ -141,6 +144,13 @@ class ShardedAdapter(PlainAdapter):
             and self.stepping(t)["key"] is None
             and tuple(t.shape) in strangers
         ]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of whole parameters that FSDP2 has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _place(piece: Piece) -> str:

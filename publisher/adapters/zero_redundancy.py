@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from manifest.catalog import Catalog
-from publisher.adapters.base import Piece
+from publisher.adapters.base import Piece, Selection
 from publisher.adapters.plain import PlainAdapter
 from publisher.adapters.ranks import Ranks
 from publisher.errors import OptimizerRefused
@@ -25,14 +25,16 @@ class ZeroRedundancyAdapter(PlainAdapter):
     kind = "ZeroRedundancyOptimizer"
     sharable = False
 
-    def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, ranks: Ranks, selection: Selection
+    ) -> None:
         if optimizer._overlap_with_ddp:
             raise OptimizerRefused(
                 "ZeroRedundancyOptimizer with overlap_with_ddp steps during the backward pass and runs no hook",
                 hint="leave overlap_with_ddp out, or set `detect: snapshot` and attach as for DDP",
             )
-        super().__init__(model, [optimizer.optim], (), ranks.writer)
-        self.kind = ZeroRedundancyAdapter.kind
+        super().__init__(model, [optimizer.optim], (), ranks.writer, selection=selection)
+        self.kind = ZeroRedundancyAdapter.kind + selection.kind
         self.ranks = ranks.size
         self._ranks = ranks
         # Those of now: what is added later stays the first rank's, to which every step brings it.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chunkstore.errors import StoreUnavailable
+from publisher.adapters.lora import WholeModel
 from publisher.adapters.plain import PlainAdapter
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost
@@ -30,7 +31,7 @@ class Torn:
         config = PublisherConfig.model_validate(
             {"store": {"url": "memory://unused"}, "inference_dtype": "bfloat16", "detect": detect}
         )
-        adapter = PlainAdapter(self.model, [self.optimizer])
+        adapter = PlainAdapter(self.model, [self.optimizer], selection=WholeModel(self.model))
         self.watched = Watched(adapter, plan_watch(adapter, None, config))
         store = FaultStore(self.inner, before=self._fault)
         self.writer = StreamWriter(store, config, self.watched.catalog, self.watched.shards, self._still)

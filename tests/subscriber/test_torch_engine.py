@@ -13,6 +13,7 @@ from torch import nn
 
 from chunkstore.memory import MemoryStore
 from manifest.catalog import Catalog
+from manifest.naming import canonical_tensors
 from subscriber.daemon import Subscriber
 from subscriber.errors import EngineMismatch, EngineNotReady
 from subscriber.torch_engine import TorchEngine
@@ -34,7 +35,7 @@ PAIR = {"embed.weight": (4, 6), "norm.weight": (6,)}
 
 def mismatch(module: nn.Module, catalog: Catalog) -> str:
     with pytest.raises(EngineMismatch) as caught:
-        live_tensors(module, catalog)
+        live_tensors(canonical_tensors(module), catalog)
     return str(caught.value)
 
 
@@ -74,10 +75,10 @@ def test_tied_names_are_written_once_and_untied_ones_both(tmp_path: Path) -> Non
     aliases = {"lm_head.weight": "embed.weight"}
     builder = StreamBuilder(MemoryStore.named(str(tmp_path)), random_weights(PAIR), aliases)
     tied = module_for(builder.weights[0], aliases)
-    assert len(live_tensors(tied, builder.catalog)[0].copies) == 1
+    assert len(live_tensors(canonical_tensors(tied), builder.catalog)[0].copies) == 1
     untied = module_for(builder.weights[0])
     put_tensor(untied, "lm_head.weight", torch.ones(4, 6, dtype=torch.bfloat16))
-    assert len(live_tensors(untied, builder.catalog)[0].copies) == 2
+    assert len(live_tensors(canonical_tensors(untied), builder.catalog)[0].copies) == 2
     for name, module in (("tied", tied), ("untied", untied)):
         subscriber = Subscriber(make_config(tmp_path, builder, id=name), TorchEngine(module))
         with running(subscriber):
@@ -128,7 +129,9 @@ def test_wrapper_prefixes_are_dropped_and_only_those() -> None:
     catalog = catalog_of(random_weights({"module.weight": (4, 4), "module.bias": (4,)}))
     compiled = cast(nn.Module, torch.compile(net))
     for module in (net, nn.DataParallel(net), compiled, nn.DataParallel(compiled)):
-        names = {live.name: live.copies[0].data_ptr() for live in live_tensors(module, catalog)}
+        names = {
+            live.name: live.copies[0].data_ptr() for live in live_tensors(canonical_tensors(module), catalog)
+        }
         assert names["module.weight"] == net.module.weight.data_ptr()
 
 

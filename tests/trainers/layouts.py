@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from publisher.group import Writer
-from tests.trainers.policies import Policy
 
 LR, DECAY = 2e-5, 0.1
 
@@ -30,7 +29,7 @@ class Layout:
     """
 
     policy: str
-    spread: Callable[[Policy, int], nn.Module]
+    spread: Callable[[nn.Module, int], nn.Module]
     optimizer: Callable[[nn.Module], Optimizer] = lambda model: AdamW(
         model.parameters(), lr=LR, weight_decay=DECAY
     )
@@ -42,7 +41,7 @@ class Layout:
     same_data: int = 1
 
 
-def ddp(policy: Policy, world_size: int) -> nn.Module:
+def ddp(policy: nn.Module, world_size: int) -> nn.Module:
     return DistributedDataParallel(policy)
 
 
@@ -52,30 +51,30 @@ def zero(model: nn.Module) -> Optimizer:
     )
 
 
-def fsdp(policy: Policy, world_size: int) -> nn.Module:
+def fsdp(policy: nn.Module, world_size: int) -> nn.Module:
     """fp32 parameters, bf16 compute."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return sharded(policy, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=mixed)
 
 
-def fsdp_plain(policy: Policy, world_size: int) -> nn.Module:
+def fsdp_plain(policy: nn.Module, world_size: int) -> nn.Module:
     return sharded(policy, mesh=init_device_mesh("cpu", (world_size,)))
 
 
-def columns(policy: Policy, world_size: int) -> nn.Module:
+def columns(policy: nn.Module, world_size: int) -> nn.Module:
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % world_size == 0 else None
 
     return sharded(policy, mesh=init_device_mesh("cpu", (world_size,)), shard_placement_fn=placement)
 
 
-def hybrid(policy: Policy, world_size: int) -> nn.Module:
+def hybrid(policy: nn.Module, world_size: int) -> nn.Module:
     return sharded(
         policy, mesh=init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     )
 
 
-def tensor_parallel(policy: Policy, world_size: int) -> nn.Module:
+def tensor_parallel(policy: nn.Module, world_size: int) -> nn.Module:
     """FSDP over rows of two tensor-parallel halves; what the plan does not name, FSDP shards in each half alike."""
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     for layer in layers(policy):
@@ -95,15 +94,15 @@ def tensor_parallel(policy: Policy, world_size: int) -> nn.Module:
     return sharded(policy, mesh=mesh["dp"])
 
 
-def sharded(policy: Policy, **options: Any) -> nn.Module:
+def sharded(policy: nn.Module, **options: Any) -> nn.Module:
     for layer in layers(policy):
         fully_shard(layer, **options)
     fully_shard(policy, **options)
     return policy
 
 
-def layers(policy: Policy) -> Any:
-    return policy.model.model.layers  # type: ignore[union-attr]
+def layers(policy: nn.Module) -> list[nn.Module]:
+    return [module for module in policy.modules() if type(module).__name__.endswith("DecoderLayer")]
 
 
 def single_tensor(model: nn.Module) -> Optimizer:
@@ -121,6 +120,8 @@ def clip(model: nn.Module, limit: float) -> None:
         grad.mul_(scale)
 
 
+ADAPTER = {"lora": "adapter"}
+
 LAYOUTS = {
     "DDP, the first rank": Layout("even", ddp, everyone=False),
     "DDP, every rank a share": Layout("odd", ddp, writer=Writer.of_process_group),
@@ -130,5 +131,9 @@ LAYOUTS = {
     "FSDP2, bf16 parameters": Layout("even", fsdp_plain, dtype=torch.bfloat16, config={"detect": "snapshot"}),
     "FSDP2, columns": Layout("even", columns),
     "HSDP": Layout("odd", hybrid, world_size=4),
+    "LoRA, DDP, the first rank": Layout("lora", ddp, everyone=False, config=ADAPTER),
+    "LoRA, DDP, every rank a share": Layout("lora", ddp, writer=Writer.of_process_group, config=ADAPTER),
+    "LoRA, ZeroRedundancyOptimizer": Layout("lora", ddp, zero, config=ADAPTER),
+    "LoRA, FSDP2": Layout("lora", fsdp, config=ADAPTER),
     "FSDP2 × TP": Layout("llama", tensor_parallel, single_tensor, world_size=4, same_data=2),
 }

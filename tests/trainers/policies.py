@@ -22,25 +22,48 @@ ODD = {
 }
 
 
-class Policy(nn.Module):
+class LanguageModel(nn.Module):
+    """Returns the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+class Policy(LanguageModel):
     """A language model, a parameter with a single row, which many ranks cannot share, and a buffer that counts."""
 
     seen: torch.Tensor
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.bias = nn.Parameter(torch.linspace(-0.1, 0.1, 7).reshape(1, 7))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss + self.bias.float().square().sum()
+        return super().forward(tokens) + self.bias.float().square().sum()
 
 
-def policy(name: str, seed: int) -> Policy:
-    """`name`: even, odd (sizes that no two ranks divide; tied embeddings), or llama (no norm inside a head)."""
+def adapted(seed: int, **options: Any) -> Any:
+    """A PEFT model with an adapter of `seed`, fp32 as PEFT makes it, over a base that is always the same."""
+    from peft import LoraConfig, get_peft_model
+
+    base = policy("even", seed=0).model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+        return get_peft_model(LanguageModel(base), LoraConfig(init_lora_weights=False, **config | options))
+
+
+def policy(name: str, seed: int) -> Any:
+    """`name`: even, odd (sizes that no two ranks divide; tied embeddings), llama (no norm inside a head), or lora."""
+    if name == "lora":
+        return adapted(seed)
     common: dict[str, Any] = {
         "num_hidden_layers": 2,
         "max_position_embeddings": 64,

@@ -21,7 +21,7 @@ import deltasync
 from chunkstore.digest_torch import digest
 from chunkstore.errors import DeltasyncError
 from tests.trainers.layouts import ddp, zero
-from tests.trainers.policies import policy
+from tests.trainers.policies import adapted, policy
 
 PLACED = "publisher.adapters.sharded.compute_local_shape_and_global_offset"
 CONFIG = {"inference_dtype": "bfloat16", "writers_timeout": 60.0}
@@ -69,6 +69,12 @@ class Probes:
 
         with mock.patch(PLACED, wrong):
             return self.attach(AdamW(model.parameters()), model)
+
+    def unasked(self) -> str:
+        """PEFT layers, and no word about what of the model is meant."""
+        model = adapted(1)
+        fully_shard(model)
+        return self.attach(AdamW(model.parameters()), model)
 
     def twice(self) -> str:
         """Both ranks take the first shard for theirs: one claims it twice, nobody the other."""

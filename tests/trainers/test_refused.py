@@ -41,6 +41,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
                 "refused: up.weight: nobody has elements 48…96",
             ],
         ),
+        ("unasked", ["config: ", "has PEFT layers"]),
         ("drifted", ["mapping", "rank 1: up.weight differs from what rank 0 holds of it"]),
         ("before", ["optimizer_refused", "no parameter of the model is in the optimizer"]),
         ("first_fsdp", ["optimizer_refused", "wrapped in FullyShardedDataParallel"]),

@@ -1,0 +1,126 @@
+"""PEFT models: whether the adapter is published or the model with it is said by `lora`, and never guessed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from chunkstore.errors import ConfigError
+from manifest.naming import canonical_tensors
+from manifest.peft_names import ActiveAdapter, peft_layers, peft_models
+from publisher.adapters.base import Selection
+from publisher.adapters.plain import Masters
+from publisher.errors import MappingMismatch, OptimizerRefused
+
+Lora = Literal["adapter"]
+
+
+class WholeModel:
+    """Every tensor of the model, under its own name."""
+
+    kind, whole = "", True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """See `Selection`."""
+        return canonical_tensors(self._model)
+
+
+class AdapterAlone:
+    """The active adapter of a PEFT model, as PEFT saves it.
+
+    Whatever else of `model` the optimizers train is refused: the stream would not tell of it.
+    """
+
+    whole = False
+
+    def __init__(self, model: nn.Module, peft: Any, trained: "Trained") -> None:
+        self._model, self._trained = model, trained
+        self._adapter = ActiveAdapter(peft, MappingMismatch)
+        self.kind = f", PEFT adapter {self._adapter.name!r} alone"
+        named = self.named()
+        if not trained.of(named):
+            raise OptimizerRefused(
+                f"no tensor of adapter {self._adapter.name!r} is trained by the optimizer: there would never be a "
+                "change to publish",
+                hint="load it with is_trainable=True, and make the optimizer of the parameters that require a "
+                "gradient, after get_peft_model and fully_shard",
+            )
+        others: dict[int, list[str]] = {}
+        for name, tensor in named.items():
+            others.setdefault(id(tensor), []).append(name)
+        tied = [" and ".join(names) for names in others.values() if len(names) > 1]
+        if tied:
+            raise MappingMismatch(
+                f"{'; '.join(tied[:10])} are one tensor, which PEFT would load as two",
+                hint="leave one of them out of modules_to_save",
+            )
+
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """See `Selection`."""
+        named = self._adapter.tensors()
+        published = {id(tensor) for tensor in named.values()}
+        everything = canonical_tensors(self._model)
+        lost = self._trained.of({n: t for n, t in everything.items() if id(t) not in published})
+        if lost:
+            raise MappingMismatch(
+                f"the optimizer trains what PEFT does not save with adapter {self._adapter.name!r}: "
+                + ", ".join(lost[:10]),
+                hint="give Publisher.attach the PEFT model alone, without what stands around it; name layers that are "
+                "trained whole in modules_to_save; freeze other adapters",
+            )
+        return named
+
+
+class Trained:
+    """What `optimizers` step, themselves or by `masters`; of what they know, only what requires a gradient."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], masters: Masters) -> None:
+        self._optimizers, self._masters = optimizers, {id(parameter) for parameter, _ in masters}
+
+    def of(self, named: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of what is trained."""
+        stepped = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        stepped |= self._masters
+        return [name for name, tensor in named.items() if tensor.requires_grad and id(tensor) in stepped]
+
+
+def select(model: Any, optimizers: Sequence[Optimizer], masters: Masters, lora: Lora | None) -> Selection:
+    """What of `model` is to be published. `lora`: as in publisher.yaml.
+
+    Raises ConfigError if `lora` does not fit the model; MappingMismatch, OptimizerRefused.
+    """
+    if lora is None:
+        _refuse_unasked(model)
+        return WholeModel(model)
+    models = peft_models([model])
+    if len(models) != 1:
+        found = f"the model has {len(models)} PeftModels"
+        if not models:
+            found = "the model is no PeftModel" if peft_layers([model]) else "the model has no PEFT layers"
+        raise ConfigError(f"lora: {lora} is set, but {found}", hint="give what get_peft_model returned")
+    return AdapterAlone(model, models[0], Trained(optimizers, masters))
+
+
+def check_no_lora(model: Any, lora: Lora | None, given: str) -> None:
+    """Raises ConfigError where neither a choice nor adapters to choose about can be: with what is `given`."""
+    if lora is not None:
+        raise ConfigError(
+            f"lora: {lora} is set, but {given} is given, for which there are no PEFT adapters",
+            hint="leave `lora` out of publisher.yaml",
+        )
+    _refuse_unasked(model)
+
+
+def _refuse_unasked(model: Any) -> None:
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    found = peft_models(parts) or peft_layers(parts)
+    if found:
+        raise ConfigError(
+            f"the model has PEFT layers ({type(found[0]).__name__}), and publisher.yaml does not say what to publish",
+            hint="`lora: adapter` publishes the active adapter alone, as PEFT saves it",
+        )
