@@ -14,15 +14,15 @@ from manifest.board import Board
 from manifest.catalog import Catalog
 from manifest.checkpoint import Checkpoint
 from manifest.layout import check_layout
-from manifest.log import StreamInfo
 from manifest.parts import Call, CallKind, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, Manifest, Stats
 from manifest.settle import Patience, wait_for
+from publisher.adapters.ranks import Ranks
 from publisher.combine import Combined, combine
 from publisher.commit import Attempt, Commit, PublishHandle, stats_of
 from publisher.config import PublisherConfig
 from publisher.errors import AttemptAbandoned, WriterMissing
-from publisher.group import Writer, current_refs, shard_refs
+from publisher.group import Meeting, Writer, current_refs, shard_refs
 from publisher.mapping import verify_against_files
 from publisher.shard import Shard
 from publisher.takeover import fenced
@@ -194,6 +194,7 @@ class Coordinator(StreamWriter):
     ) -> None:
         super().__init__(store, config, catalog, shards)
         self._writer = writer
+        self._ranks = Ranks(writer)
         self._checkpoint: Checkpoint | None = None
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
@@ -201,12 +202,25 @@ class Coordinator(StreamWriter):
         check_shared_publish(train_step, anchor=anchor)
         return super().publish(train_step, anchor=anchor)
 
-    def _meet(self, stream: StreamInfo) -> None:
-        layout = layout_hash(self.catalog.hash, self._writer.world_size, self._writer.run)
-        patience = Patience(deadline=self._config.commit_deadline)
-        board = Board(self._store, stream, layout, patience, self._signer)
-        self._caller = Caller(board, self._writer.world_size, group_patience(self._config.writers_timeout))
-        self._caller.resume(0, None)
+    def _begin(self, checkpoint: Checkpoint | None) -> Manifest | None:
+        """See `StreamWriter._begin`. Returns when the other ranks have found the stream too."""
+        own = super()._begin
+
+        def begin() -> Manifest | None:
+            base = own(checkpoint)
+            layout = layout_hash(self.catalog.hash, self._writer.world_size, self._writer.run)
+            patience = Patience(deadline=self._config.commit_deadline)
+            board = Board(self._store, self._log.stream, layout, patience, self._signer)
+            self._caller = Caller(
+                board, self._writer.world_size, group_patience(self._config.writers_timeout)
+            )
+            self._caller.resume(0, None)
+            return base
+
+        base = self._ranks.together(begin)
+        self._ranks.told(Meeting.at(self._store.url, self._log.stream, self._signer))
+        self._ranks.together(lambda: None)
+        return base
 
     def _verify_start(self, checkpoint: Checkpoint | None) -> None:
         self._checkpoint = checkpoint  # compared with what all writers hold, before version 0 is committed

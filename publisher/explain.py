@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 
 from chunkstore.open import StoreConfig
 from chunkstore.regions import Region
 from manifest.catalog import Catalog
-from manifest.checkpoint import Checkpoint
 from manifest.tiling import tiling_problems
-from publisher.adapters import recognise
 from publisher.adapters.plain import Masters
-from publisher.config import PublisherConfig, settings_of
-from publisher.errors import MappingMismatch
+from publisher.config import PublisherConfig
+from publisher.given import read_given
 from publisher.group import Writer
-from publisher.watch import WatchPlan, plan_watch
+from publisher.watch import WatchPlan
 
 _SHOWN = 20
 """Problems that are named."""
@@ -91,26 +89,19 @@ def explain(
     Where the model is spread over ranks, all of them call it, and learn of each other's problems.
     Raises what attach raises if it cannot even begin: MappingMismatch, OptimizerRefused, ConfigError.
     """
-    settings = settings_of(config) if config is not None else _BF16
-    checkpoint = (
-        Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
-    )
-    adapter, writer = recognise(optimizer, model, list(masters), writer, checkpoint, settings.lora)
-    rank, ranks = (0, 1) if writer is None else (writer.rank, writer.world_size)
-    plan = plan_watch(adapter, checkpoint, settings, rank)
-    problems = adapter.problems(plan.catalog)
+    given = read_given(optimizer, model, _BF16 if config is None else config, masters, writer)
+    ranks, plan = given.ranks, given.plan
+    problems = given.adapter.problems(plan.catalog)
     regions = [(plan.catalog.ids[p.name], p.region) for p in plan.pieces if p.tensor.numel()]
     refused = [f"{plan.pieces[number].name} {reason}" for number, reason in plan.refusals.items()]
-    told = [(regions, refused)]
-    if writer is not None and ranks > 1:
-        told = [None] * ranks  # type: ignore[list-item]
-        distributed.all_gather_object(told, (regions, refused), group=writer.group)
-    problems += [f"rank {number}: {problem}" for number, (_, own) in enumerate(told) for problem in own]
-    problems += _coverage(plan.catalog, [regions for regions, _ in told])
+    told = ranks.told((ranks.rank, regions, refused))
+    problems += [f"rank {number}: {problem}" for number, _, own in told for problem in own]
+    if len(told) == ranks.size:  # else the others cannot be asked
+        problems += _coverage(plan.catalog, [regions for _, regions, _ in told])
     return Explanation(
-        adapter.kind,
-        rank,
-        ranks,
+        given.adapter.kind,
+        ranks.rank,
+        ranks.size,
         sum(spec.numel for spec in plan.catalog.tensors),
         len(plan.catalog.tensors),
         tuple(_found(plan)),

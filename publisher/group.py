@@ -8,7 +8,9 @@ import torch
 from torch import distributed
 
 from chunkstore.errors import ConfigError
+from manifest.log import StreamInfo
 from manifest.parts import MAX_WRITERS, ShardRef
+from manifest.signing import Signer
 from publisher.seal import Sealed
 from publisher.shard import Shard
 
@@ -38,7 +40,8 @@ class Writer:
 
     `run`: the same text in all of them, and new with every start of the trainer. `owned`: this process's ranges; of all
     writers together they make up the model. None: every process has the whole model and steps all of it, as with DDP;
-    then the tensors are dealt out. `group`: the process group they are in, None: the default one, or none at all.
+    then the tensors are dealt out. `group`: the process group they are in, where they tell each other at attach what
+    they refuse; None: none that is known.
 
     Raises ConfigError.
     """
@@ -65,10 +68,40 @@ class Writer:
         cls, owned: Sequence[Owned] | None = None, group: distributed.ProcessGroup | None = None
     ) -> "Writer":
         """This process's place in torch.distributed. Collective: it makes up the run's name on rank 0 and sends it."""
+        group = group or distributed.group.WORLD
         run = [secrets.token_hex(16)]
         first = 0 if group is None else distributed.get_global_rank(group, 0)
         distributed.broadcast_object_list(run, src=first, group=group)
         return cls(distributed.get_rank(group), distributed.get_world_size(group), run[0], owned, group)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where one of the writers looks for the others: `stream`, an id, at the store `url`, signed with `key`."""
+
+    url: str
+    stream: bytes | None
+    key: str | None
+
+    @classmethod
+    def at(cls, url: str, stream: StreamInfo | None, signer: Signer | None) -> "Meeting":
+        """`stream`: None if there is none."""
+        return cls(url, None if stream is None else stream.id, None if signer is None else str(signer.public))
+
+    def check(self, other: "Meeting") -> None:
+        """Raises ConfigError unless `other` is where the first writer, whose this is, waits."""
+        if other.stream != self.stream:
+            found = "no stream" if other.stream is None else f"stream {other.stream.hex()}"
+            raise ConfigError(
+                f"there is {found} at {other.url}, and not stream {(self.stream or b'').hex()}, which writer 0 has at "
+                f"{self.url}",
+                hint="all ranks need the same store; a folder has to be one that all of their machines see",
+            )
+        if other.key != self.key:
+            raise ConfigError(
+                f"writer 0 signs with {self.key or 'no key'}, this one with {other.key or 'no key'}",
+                hint="all ranks need the same `signing` key",
+            )
 
 
 def shard_refs(sealed: Sequence[Sealed]) -> list[ShardRef]:

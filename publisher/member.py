@@ -1,12 +1,11 @@
 """Writers 1 … N−1 of several: each answers the coordinator's calls, and learns from the log what became of its part."""
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from chunkstore.crashpoints import crash_point
 from chunkstore.errors import DeltasyncError, ObjectMissing, StoreError
@@ -21,50 +20,23 @@ from manifest.log import StreamInfo, VersionLog, open_stream
 from manifest.parts import Call, Part, ShardRef, layout_hash
 from manifest.schema import ChunkRef, Manifest, Stats
 from manifest.settle import Patience, wait_for
+from manifest.signing import Signer
+from publisher.adapters.ranks import Ranks
 from publisher.commit import Commit, PublishHandle, stats_of
 from publisher.config import PublisherConfig
 from publisher.coordinator import check_shared_publish, group_patience
 from publisher.errors import AttemptAbandoned, CaptureLost, PublisherStopped, WriterMissing, WriterReplaced
-from publisher.group import Writer, current_refs, shard_refs
+from publisher.group import Meeting, Writer, current_refs, shard_refs
 from publisher.optimizers import StepRecord
+from publisher.pending import Outcome, Pending
 from publisher.shard import Shard
-from publisher.tracking import Taken, Tracking
+from publisher.tracking import Tracking
 from publisher.upload import Upload
 
 log = logging.getLogger("deltasync.publisher")
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of an attempt. `manifest`: what its version is, if it exists. `ended`: the call that ended it."""
-
-    won: bool
-    manifest: Manifest | None = None
-    ended: Call | None = None
-
-
-@dataclass
-class Pending:
-    """This writer's try at one version. `taken` is kept until the outcome is known.
-
-    `first`: number of its first chunk, random, so that no two processes of one rank ever share a key. `sealed`: what it
-    sends is complete. `answered`: the part may be stored, so only the log can tell. `over`: nobody waits for it.
-    """
-
-    base: Manifest | None
-    train_step: int | None
-    taken: Taken = field(default_factory=Taken)
-    first: int = field(default_factory=lambda: secrets.randbits(48))
-    called: "Future[Call]" = field(default_factory=Future)
-    future: "Future[Commit | None]" = field(default_factory=Future)
-    sealed: bool = False
-    answered: bool = False
-    over: bool = False
-    outcome: Outcome | None = None
-
-    @property
-    def version(self) -> int:
-        return 0 if self.base is None else self.base.version + 1
+_STALE: Final = 60.0
+"""Seconds for which a network mount may not show what has just been written elsewhere."""
 
 
 class Member:
@@ -78,6 +50,7 @@ class Member:
         self._store = store
         self._config = config
         self._writer = writer
+        self._ranks = Ranks(writer)
         self._tracking = Tracking(catalog, shards, lambda: None)
         self._base: Manifest | None = None
         self._pending: Pending | None = None
@@ -99,14 +72,13 @@ class Member:
     def open(self, checkpoint: Checkpoint | None) -> None:
         """Join the coordinator of this run: with version 0 on an empty stream, else by telling it what is held here.
 
-        Raises WriterMissing if there is none in time, AttemptAbandoned if it gave up; then the writer is closed.
+        Raises WriterMissing if there is none in time, AttemptAbandoned if it gave up, ConfigError if it is not to be
+        met here; then the writer is closed.
         """
         try:
-            self._tracking.prepare()
-            stream = wait_for(self._look_for_stream, self._patience)
-            if stream is None:
-                raise self._no_call("there is no stream yet")
-            signer = load_signer(self._config.signing)
+            signer = self._ranks.together(self._prepare)
+            meeting: Meeting | None = self._ranks.told(None)[0]
+            stream = self._ranks.together(lambda: self._find_stream(meeting, signer))
             patience = Patience(deadline=self._config.commit_deadline)
             self._log = VersionLog(self._store, stream, patience)
             layout = layout_hash(self.catalog.hash, self._writer.world_size, self._writer.run)
@@ -158,6 +130,22 @@ class Member:
                 "the writers did not come together: " + (later[0].reason if later else "no word")
             )
         return later[0]
+
+    def _prepare(self) -> Signer | None:
+        self._tracking.prepare()
+        return load_signer(self._config.signing)
+
+    def _find_stream(self, meeting: Meeting | None, signer: Signer | None) -> StreamInfo:
+        """`meeting`: what the coordinator says, where it can. Raises ConfigError if it is not to be met here."""
+        if meeting is None:
+            stream = wait_for(self._look_for_stream, self._patience)
+        else:
+            deadline = min(_STALE, self._config.writers_timeout) if meeting.url == self._store.url else 0.0
+            stream = wait_for(self._look_for_stream, group_patience(deadline))
+            meeting.check(Meeting.at(self._store.url, stream, signer))
+        if stream is None:
+            raise self._no_call("there is no stream yet")
+        return stream
 
     def _look_for_stream(self) -> StreamInfo | None:
         try:

@@ -15,21 +15,19 @@ from chunkstore.errors import ConfigError
 from chunkstore.open import open_store
 from chunkstore.store import Store
 from manifest.catalog import Catalog
-from manifest.checkpoint import Checkpoint
-from publisher.adapters import recognise
-from publisher.adapters.base import Adapter
 from publisher.adapters.plain import Masters
 from publisher.commit import PublishHandle
-from publisher.config import PublisherConfig, settings_of
+from publisher.config import PublisherConfig
 from publisher.coordinator import Coordinator
-from publisher.errors import MappingMismatch, PublisherStopped
+from publisher.errors import PublisherStopped
+from publisher.given import Given, read_given
 from publisher.group import Writer
 from publisher.member import Member
 from publisher.optimizers import check_not_capturing
 from publisher.ownership import whole
 from publisher.refusals import Refusals
 from publisher.sidecar import SidecarFeed
-from publisher.watch import Watched, plan_watch
+from publisher.watch import Watched
 from publisher.writer import StreamWriter
 
 log = logging.getLogger("deltasync.publisher")
@@ -136,28 +134,25 @@ class Publisher:
         Raises ConfigError, OptimizerRefused, MappingMismatch, Fenced, StoreError, CommitUnknown; with a spool also
         SidecarUnavailable, LocalDiskError; with several writers also WriterMissing, WritersDisagree, AttemptAbandoned.
         """
-        settings = settings_of(config)
-        masters = list(masters)
-        checkpoint = (
-            Checkpoint.open(settings.base_checkpoint, MappingMismatch) if settings.base_checkpoint else None
-        )
-        adapter, writer = recognise(optimizer, model, masters, writer, checkpoint, settings.lora)
-        if writer is not None and writer.world_size == 1 and writer.owned is None:
-            writer = None
-        _check_combination(settings, masters, store, writer, adapter)
-        plan = plan_watch(adapter, checkpoint, settings, 0 if writer is None else writer.rank)
+        given = read_given(optimizer, model, config, masters, writer)
+        settings, adapter, ranks, plan = given.settings, given.adapter, given.ranks, given.plan
+        ranks.together(lambda: _check_combination(given, store))
         plan.check(adapter)
         if settings.spool is not None:
             assert isinstance(model, nn.Module)  # chunks of one are not sharable
             optimizers = list(adapter.optimizers)
             return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
+        writer = given.writer
         log.info("found %s", plan.describe(adapter.kind, writer))
-        watched = Watched(adapter, plan)
         if writer is None and not whole(plan.catalog, plan.pieces):
             writer = Writer(0, 1, secrets.token_hex(16))  # one process, but tensors in pieces
-        store = store or open_store(settings.store)
-        end = _writing_end(store, settings, watched, writer)
-        end.open(checkpoint)
+
+        def begin() -> tuple[Watched, Store, StreamWriter | Member]:
+            watched, opened = Watched(adapter, plan), store or open_store(settings.store)
+            return watched, opened, _writing_end(opened, settings, watched, writer)
+
+        watched, store, end = ranks.together(begin)
+        end.open(given.checkpoint)
         if writer is not None and writer.rank == 0:
             log.info("%d writers hold every element exactly once", writer.world_size)
         return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), adapter.optimizers)
@@ -207,22 +202,17 @@ class Publisher:
             self._feed.after_step(optimizer)
 
 
-def _check_combination(
-    settings: PublisherConfig,
-    masters: Sequence[object],
-    store: Store | None,
-    writer: Writer | None,
-    adapter: Adapter,
-) -> None:
+def _check_combination(given: Given, store: Store | None) -> None:
     """Raises ConfigError for what cannot be had together."""
-    if writer is not None and settings.refer_to_base:
+    settings, adapter = given.settings, given.adapter
+    if given.writer is not None and settings.refer_to_base:
         raise ConfigError(
             "a writer was given, but version 0 refers to a checkpoint only where one process feeds the stream",
             hint="leave `refer_to_base` out of publisher.yaml",
         )
     if settings.spool is None:
         return
-    if writer is not None or not adapter.sharable:
+    if given.writer is not None or not adapter.sharable:
         raise ConfigError(
             "a writer was given, the model is spread over ranks, or not all of it is published "
             f"({adapter.kind}), but with `spool` one process feeds the stream from all of it",
@@ -233,9 +223,9 @@ def _check_combination(
             "a store was given, but with `spool` the publisher process opens the store itself",
             hint="name it as store.url in the config of both",
         )
-    if masters:
+    if given.masters:
         raise ConfigError(
-            f"{len(masters)} masters were given, but with `spool` only weights stepped in place can be shared",
+            f"{given.masters} masters were given, but with `spool` only weights stepped in place can be shared",
             hint="leave `spool` out of publisher.yaml: the publisher then runs inside the trainer",
         )
 

@@ -52,18 +52,20 @@ class WatchPlan:
                 hint="a copy that differs has drifted from the others; any other is a layout that deltasync does not"
                 " understand: please report it with the tensors' placements",
             )
-        adapter.together(self._check_followed)
-        if adapter.ranks == 1 and all(piece.key is None for piece in self.pieces):
-            raise OptimizerRefused(
-                "no tensor of the model is in the optimizer: there would never be a change to publish",
-                hint="attach the optimizer and the model that belong together",
-            )
+        adapter.together(lambda: self._check_followed(adapter))
 
-    def _check_followed(self) -> None:
+    def _check_followed(self, adapter: Adapter) -> None:
         for number, reason in self.refusals.items():
             raise OptimizerRefused(
                 f"parameter {self.pieces[number].name} {reason}: its steps cannot be inverted",
                 hint=NOT_INVERTIBLE,
+            )
+        # A rank that others leave no share for says nothing about the model: the first one has some of what is stepped.
+        whole_model = adapter.ranks == 1 and (self.pieces or not self.catalog.tensors)
+        if whole_model and all(piece.key is None for piece in self.pieces):
+            raise OptimizerRefused(
+                "no tensor of the model is in the optimizer: there would never be a change to publish",
+                hint="attach the optimizer and the model that belong together",
             )
 
     def describe(self, kind: str, writer: Writer | None) -> str:
@@ -153,7 +155,10 @@ def plan_watch(
 
     catalog, held = adapter.together(hold)
     replicas = adapter.replicas(held)
-    pieces = adapter.together(lambda: share(catalog, held, replicas, rank))
+    return adapter.together(lambda: _plan(adapter, catalog, share(catalog, held, replicas, rank), config))
+
+
+def _plan(adapter: Adapter, catalog: Catalog, pieces: Sequence[Piece], config: PublisherConfig) -> WatchPlan:
     sources, steps, refusals = [], [], {}
     for number, piece in enumerate(pieces):
         source = _source(piece, catalog, config)

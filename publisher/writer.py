@@ -20,7 +20,7 @@ from manifest.checkpoint import Checkpoint
 from manifest.errors import ChainError, CommitUnknown, Fenced, ManifestInvalid
 from manifest.key_files import load_signer
 from manifest.keys import chunk_key
-from manifest.log import StreamInfo, VersionLog, create_or_open_stream, put_catalog
+from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest
 from manifest.settle import Patience
 from publisher.commit import Attempt, Commit, PublishHandle
@@ -29,7 +29,7 @@ from publisher.errors import CaptureLost, PublisherStopped
 from publisher.mapping import verify_against_files
 from publisher.optimizers import StepRecord
 from publisher.shard import Shard
-from publisher.takeover import check_catalog, claim, fenced, reachable, reference_version
+from publisher.takeover import claim, fenced, reachable, reference_version
 from publisher.tracking import Tracking
 from publisher.upload import Upload
 
@@ -84,20 +84,10 @@ class StreamWriter:
         Raises MappingMismatch, Fenced, StoreError, StoreUnsuitable, CommitUnknown; then the writer is closed.
         """
         try:
-            self._tracking.prepare()
-            self._signer = load_signer(self._config.signing)
-            require_put_if_absent(self._store)
-            stream = create_or_open_stream(self._store)
-            patience = Patience(deadline=self._config.commit_deadline)
-            self._log = VersionLog(self._store, stream, patience, signer=self._signer)
-            self._meet(stream)
-            newest = self._log.newest()
-            if newest is not None:
-                self._continue(newest)
-                return
-            self._verify_start(checkpoint)
-            put_catalog(self._store, self.catalog)
-            if self._config.refer_to_base:
+            base = self._begin(checkpoint)
+            if base is not None:
+                self._continue(base)
+            elif self._config.refer_to_base:
                 self._refer()
             else:
                 self._first_version()
@@ -131,8 +121,20 @@ class StreamWriter:
             self._shut_down()
             self._stopped = self._stopped or PublisherStopped("the publisher was closed")
 
-    def _meet(self, stream: StreamInfo) -> None:
-        """The stream is open; nothing has been written to it."""
+    def _begin(self, checkpoint: Checkpoint | None) -> Manifest | None:
+        """Open the stream and claim it; the version that this continues, None if there is none."""
+        self._tracking.prepare()
+        self._signer = load_signer(self._config.signing)
+        require_put_if_absent(self._store)
+        stream = create_or_open_stream(self._store)
+        patience = Patience(deadline=self._config.commit_deadline)
+        self._log = VersionLog(self._store, stream, patience, signer=self._signer)
+        newest = self._log.newest()
+        if newest is not None:
+            return self._claim(newest)
+        self._verify_start(checkpoint)
+        put_catalog(self._store, self.catalog)
+        return None
 
     def _verify_start(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
@@ -150,7 +152,7 @@ class StreamWriter:
             if not self._config.takeover:
                 raise error
             log.warning("version 0 was taken: %s", error)
-            self._continue(outcome.winner)
+            self._continue(self._claim(outcome.winner))
             return
         self._base, self._epoch = first, first.epoch
         log.info("version 0 committed: a reference to the base checkpoint")
@@ -166,15 +168,17 @@ class StreamWriter:
                 raise
             log.warning("version 0 was taken: %s", error)
             self._drop(attempt, put_back=True)
-            self._continue(newest)
+            self._continue(self._claim(newest))
             return
         assert commit is not None
         self._drop(attempt)
         log.info("version 0 committed: an anchor of %d bytes", commit.manifest.nbytes)
 
-    def _continue(self, newest: Manifest) -> None:
-        check_catalog(self._log, self.catalog, newest)
-        base = claim(self._log, self.catalog, newest, self._id, insist=self._config.takeover)
+    def _claim(self, newest: Manifest) -> Manifest:
+        return claim(self._log, self.catalog, newest, self._id, insist=self._config.takeover)
+
+    def _continue(self, base: Manifest) -> None:
+        """From the version that claimed the stream."""
         self._base, self._epoch = base, base.epoch
         differs = self._compare(base, everything=self._starts_anew(base))
         self._tracking.send_whole(differs)

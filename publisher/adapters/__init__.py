@@ -6,7 +6,9 @@ In: an optimizer and a model, as the framework made them. Out: shards of canonic
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,53 +18,77 @@ from torch.optim import Optimizer
 
 from chunkstore.errors import ConfigError
 from manifest.checkpoint import Checkpoint
-from manifest.naming import canonical_tensors
 from publisher.adapters.base import Adapter, Selection
 from publisher.adapters.given import GivenAdapter
 from publisher.adapters.lora import Lora, check_no_lora, select
 from publisher.adapters.megatron import MegatronAdapter
-from publisher.adapters.plain import Masters, PlainAdapter
+from publisher.adapters.plain import PlainAdapter
 from publisher.adapters.ranks import Ranks
 from publisher.errors import OptimizerRefused
 from publisher.group import Writer
 
 
+def ranks_of(optimizer: Any, model: Any, writer: Writer | None) -> Ranks:
+    """The processes that attach together. To be asked first: what one of them refuses after that, all refuse.
+
+    Those of `writer`; without one the ranks of torch.distributed, who have to ask together, if the model is spread over
+    them; else this process alone. Raises ConfigError.
+    """
+    if writer is not None and (writer.group is not None or writer.owned is not None):
+        return Ranks(writer)
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if _is_zero_redundancy(optimizers):
+        group = next(o.process_group for o in optimizers if _is_zero_redundancy([o]))
+    elif _is_megatron(optimizer) or _has_dtensors(optimizers, model):
+        group = None
+    else:
+        return Ranks(writer)
+    if writer is None:
+        writer = Writer.of_process_group(group=group)
+    return Ranks(replace(writer, group=writer.group or distributed.group.WORLD))
+
+
 def recognise(
     optimizer: Any,
     model: Any,
-    masters: Masters,
-    writer: Writer | None,
+    masters: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ranks: Ranks,
     checkpoint: Checkpoint | None,
     lora: Lora | None,
-) -> tuple[Adapter, Writer | None]:
-    """The adapter for what is given, and this process's place among the writers; None: it feeds the stream alone.
+) -> Adapter:
+    """The adapter for what is given to `ranks`. `checkpoint`: what the run started from. `lora`: as in publisher.yaml.
 
-    Where the model is spread over ranks and no `writer` is given, all ranks of torch.distributed are the writers, who
-    have to ask together. `checkpoint`: what the run started from. `lora`: as in publisher.yaml. Frameworks that are not
-    imported cannot have made anything, and are not imported here.
+    Frameworks that are not imported cannot have made anything, and are not imported here.
     Raises OptimizerRefused, ConfigError, MappingMismatch.
     """
-    if _any([optimizer], "megatron.core.optimizer.optimizer", "MegatronOptimizer"):
+    writer = ranks.writer
+    if _is_megatron(optimizer):
         check_no_lora(model, lora, "Megatron-Core's optimizer")
-        return _megatron(optimizer, model, list(masters), writer, checkpoint)
+        if masters or (writer is not None and writer.owned is not None):
+            raise OptimizerRefused(
+                "Megatron-Core's optimizer is given together with masters or owned shards, which it tells by itself",
+                hint="give it alone",
+            )
+        return MegatronAdapter(model, optimizer, ranks, checkpoint)
     optimizers = _torch_optimizers(optimizer)
     selected = partial(select, model, optimizers, masters, lora)
     if writer is not None and writer.owned is not None:
-        return GivenAdapter(model, optimizers, masters, writer, selected()), writer
+        return GivenAdapter(model, optimizers, masters, ranks, selected())
     if _any(model.modules(), "torch.distributed.fsdp", "FullyShardedDataParallel"):
         raise OptimizerRefused(
             "the model is wrapped in FullyShardedDataParallel: its flat parameters do not tell which tensors they hold",
             hint="use fully_shard (FSDP2), or name the shards: deltasync.Owned",
         )
-    if _any(optimizers, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-        return _zero_redundancy(optimizers, model, list(masters), writer, selected)
-    if _any(
-        [*canonical_tensors(model).values(), *_stepped(optimizers)], "torch.distributed.tensor", "DTensor"
-    ):
-        return _sharded(optimizers, model, masters, writer, selected)
+    if _is_zero_redundancy(optimizers):
+        return _zero_redundancy(optimizers, model, masters, ranks, selected)
+    if _has_dtensors(optimizers, model):
+        from publisher.adapters.sharded import ShardedAdapter, reshard
+
+        reshard(model)
+        return ShardedAdapter(model, optimizers, masters, ranks, selected())
     if writer is None and isinstance(model, DistributedDataParallel):
         _check_first(model)
-    return PlainAdapter(model, optimizers, masters, writer, selection=selected()), writer
+    return PlainAdapter(model, optimizers, masters, ranks, selection=selected())
 
 
 def _torch_optimizers(given: Any) -> list[Optimizer]:
@@ -82,60 +108,34 @@ def _any(things: Iterable[object], module: str, name: str) -> bool:
     return loaded is not None and any(isinstance(thing, getattr(loaded, name)) for thing in things)
 
 
-def _stepped(optimizers: Sequence[Optimizer]) -> Iterable[torch.Tensor]:
-    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+def _is_megatron(optimizer: object) -> bool:
+    return _any([optimizer], "megatron.core.optimizer.optimizer", "MegatronOptimizer")
 
 
-def _megatron(
-    optimizer: Any,
-    model: Any,
-    masters: Sequence[object],
-    writer: Writer | None,
-    checkpoint: Checkpoint | None,
-) -> tuple[Adapter, Writer]:
-    if masters or (writer is not None and writer.owned is not None):
-        raise OptimizerRefused(
-            "Megatron-Core's optimizer is given together with masters or owned shards, which it tells by itself",
-            hint="give it alone",
-        )
-    ranks = Ranks(writer or Writer.of_process_group())
-    return ranks.together(lambda: MegatronAdapter(model, optimizer, ranks, checkpoint)), ranks.writer
+def _is_zero_redundancy(optimizers: Iterable[object]) -> bool:
+    return _any(optimizers, "torch.distributed.optim", "ZeroRedundancyOptimizer")
 
 
-def _sharded(
-    optimizers: Sequence[Optimizer],
-    model: nn.Module,
-    masters: Masters,
-    writer: Writer | None,
-    selected: Callable[[], Selection],
-) -> tuple[Adapter, Writer]:
-    from publisher.adapters.sharded import ShardedAdapter, reshard
-
-    def found() -> Adapter:
-        reshard(model)
-        return ShardedAdapter(model, optimizers, masters, ranks, selected())
-
-    ranks = Ranks(writer or Writer.of_process_group())
-    return ranks.together(found), ranks.writer
+def _has_dtensors(optimizers: Iterable[object], model: nn.Module) -> bool:
+    groups = (g for o in optimizers if isinstance(o, Optimizer) for g in o.param_groups)
+    tensors = chain(model.parameters(), model.buffers(), (p for group in groups for p in group["params"]))
+    return _any(tensors, "torch.distributed.tensor", "DTensor")
 
 
 def _zero_redundancy(
     optimizers: Sequence[Any],
     model: nn.Module,
     masters: Sequence[object],
-    writer: Writer | None,
+    ranks: Ranks,
     selected: Callable[[], Selection],
-) -> tuple[Adapter, Writer]:
+) -> Adapter:
     from publisher.adapters.zero_redundancy import ZeroRedundancyAdapter
 
     if len(optimizers) > 1 or masters:
         raise OptimizerRefused(
             "ZeroRedundancyOptimizer is given together with other optimizers or masters", hint="give it alone"
         )
-    ranks = Ranks(writer or Writer.of_process_group(group=optimizers[0].process_group))
-    return ranks.together(
-        lambda: ZeroRedundancyAdapter(model, optimizers[0], ranks, selected())
-    ), ranks.writer
+    return ZeroRedundancyAdapter(model, optimizers[0], ranks, selected())
 
 
 def _check_first(model: DistributedDataParallel) -> None:

@@ -8,13 +8,14 @@ from torch.optim import Optimizer
 from manifest.catalog import Catalog
 from publisher.adapters.base import Piece, Selection
 from publisher.adapters.plain import Masters, PlainAdapter
+from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch
-from publisher.group import Owned, Writer
+from publisher.group import Owned
 from publisher.mapping import castable
 
 
 class GivenAdapter(PlainAdapter):
-    """`model` gives names, shapes and dtypes; what is live are the tensors that `writer` owns."""
+    """`model` gives names, shapes and dtypes; what is live are the tensors that the writer of `ranks` owns."""
 
     kind = "named by the caller"
     sharable = False
@@ -24,15 +25,15 @@ class GivenAdapter(PlainAdapter):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         masters: Masters,
-        writer: Writer,
+        ranks: Ranks,
         selection: Selection,
     ) -> None:
-        assert writer.owned is not None
-        self._owned: Sequence[Owned] = writer.owned
-        self._rank = writer.rank
-        super().__init__(model, optimizers, masters, writer, selection=selection)
+        assert ranks.writer is not None
+        assert ranks.writer.owned is not None
+        self._owned: Sequence[Owned] = ranks.writer.owned
+        super().__init__(model, optimizers, masters, ranks, selection=selection)
         self.kind = GivenAdapter.kind + selection.kind
-        self.ranks = writer.world_size
+        self.ranks = ranks.size
 
     def pieces(self, catalog: Catalog) -> list[Piece]:
         """See `Adapter`. Raises MappingMismatch naming every one that is no place in the model."""
@@ -53,7 +54,11 @@ class GivenAdapter(PlainAdapter):
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`: what the caller names is this rank's to publish."""
-        return [(self._rank,)] * len(pieces)
+        return [(self._ranks.rank,)] * len(pieces)
+
+    def problems(self, catalog: Catalog) -> list[str]:
+        """See `Adapter`."""
+        return self._ranks.strange(catalog)
 
     def _names(self) -> dict[int, str]:
         return {id(one.tensor): one.name for one in self._owned}

@@ -5,10 +5,10 @@ imported: the model and the optimizer tell what there is.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ from publisher.adapters.megatron_geometry import EMBEDDING, HEAD, Architecture, 
 from publisher.adapters.plain import PlainAdapter
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,10 @@ class MegatronAdapter(PlainAdapter):
             nn.ModuleList(chunk.gpt for chunk in self._chunks),
             [o.optimizer for o in self._distributed],
             (),
-            ranks.writer,
+            ranks,
             selection=WholeModel(nn.ModuleList()),
         )
         self.ranks = ranks.size
-        self._ranks = ranks
         self.kind = _kind(self._chunks[0])
 
     def _read(
@@ -93,10 +90,6 @@ class MegatronAdapter(PlainAdapter):
         self._named = _meta(self._architecture, first.config.params_dtype)
         for _ in self._placed():
             pass
-
-    def together(self, read: Callable[[], T]) -> T:
-        """See `Adapter`."""
-        return self._ranks.together(read)
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`: what the model's sizes make the checkpoint."""
@@ -135,7 +128,7 @@ class MegatronAdapter(PlainAdapter):
             for place in places:
                 holders[place].append(rank)
         return [
-            (self._ranks.writer.rank,) if piece.key is not None else tuple(holders[piece.name, piece.start])
+            (self._ranks.rank,) if piece.key is not None else tuple(holders[piece.name, piece.start])
             for piece in pieces
         ]
 

@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from chunkstore.digest_torch import digest
 from manifest.catalog import Catalog
 from publisher.adapters.base import Piece, Selection
+from publisher.adapters.ranks import ALONE, Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
-from publisher.group import Writer
 from publisher.optimizers import StepRecord, not_invertible, step_records, stepped, steps_taken
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class Stepped:
 
 
 class PlainAdapter:
-    """Every tensor that is published whole, and in all ranks of `writer` alike.
+    """Every tensor that is published whole, and in all `ranks` alike.
 
     `masters`: what the optimizers step in place of parameters. `selection`: what of the model is published.
     """
@@ -45,7 +46,7 @@ class PlainAdapter:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         masters: Masters = (),
-        writer: Writer | None = None,
+        ranks: Ranks = ALONE,
         *,
         selection: Selection,
     ) -> None:
@@ -53,14 +54,15 @@ class PlainAdapter:
         self.ranks = 1
         self._model, self._selection = model, selection
         self.sharable = type(self).sharable and selection.whole
-        self.everyone = (0,) if writer is None else tuple(range(writer.world_size))
+        self._ranks = ranks
+        self.everyone = tuple(range(ranks.size))
         self.kind = ("DDP" if isinstance(model, DistributedDataParallel) else self.kind) + selection.kind
         self._stepped = _stepped(self.optimizers)
         self._masters = self._masters_of(masters)
 
     def together(self, read: Callable[[], T]) -> T:
-        """See `Adapter`: here nobody waits for another rank."""
-        return read()
+        """See `Adapter`."""
+        return self._ranks.together(read)
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`."""
@@ -125,8 +127,18 @@ class PlainAdapter:
         return ((id(parameter), self.local(parameter)) for parameter in stepped(optimizer))
 
     def problems(self, catalog: Catalog) -> list[str]:
-        """See `Adapter`: whole tensors have no map."""
-        return []
+        """See `Adapter`: whole tensors have no map, but what several ranks step alike must be the same on all."""
+        if not self._ranks.connected:
+            return []
+        return self._ranks.strange(catalog) or self._ranks.problems([], self._copies(catalog))
+
+    def _copies(self, catalog: Catalog) -> dict[str, int]:
+        """Digests of what this rank steps, by tensor and place."""
+        return {
+            place(piece): digest(piece.name, piece.tensor)
+            for piece in self.pieces(catalog)
+            if piece.key is not None
+        }
 
     def _masters_of(self, masters: Masters) -> dict[int, torch.Tensor]:
         """The master of each parameter, by the parameter's `id()`."""
@@ -154,6 +166,12 @@ class PlainAdapter:
     def _names(self) -> dict[int, str]:
         """The name of each tensor that may have a master, by `id()`."""
         return {id(tensor): name for name, tensor in self.named().items()}
+
+
+def place(piece: Piece) -> str:
+    """Names the elements of a piece: the tensor first."""
+    region = piece.region
+    return f"{piece.name} {region.start} {region.size} {region.stride}"
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 
 from torch import distributed
 
-from chunkstore.errors import ConfigError
+from chunkstore.errors import ConfigError, DeltasyncError
 from manifest.catalog import Catalog
 from publisher.errors import MappingMismatch
 from publisher.group import Writer
@@ -18,14 +18,17 @@ _SHOWN: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that hold a model together: the writers, who are all of `writer`'s process group.
+    """The processes that attach together: the writers, who are all of `writer`'s process group.
 
-    Raises ConfigError if `writer` is not this process's place in it. All methods are collective.
+    Without a writer this process is alone; writers without a group cannot tell each other anything, and each acts as if
+    it was. Raises ConfigError if `writer` is not this process's place in its group. All methods are collective.
     """
 
-    writer: Writer
+    writer: Writer | None = None
 
     def __post_init__(self) -> None:
+        if self.writer is None or self.writer.group is None:
+            return
         group = self.writer.group
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         if (self.writer.rank, self.writer.world_size) != (rank, size):
@@ -35,11 +38,22 @@ class Ranks:
             )
 
     @property
+    def rank(self) -> int:
+        return 0 if self.writer is None else self.writer.rank
+
+    @property
     def size(self) -> int:
-        return self.writer.world_size
+        return 1 if self.writer is None else self.writer.world_size
+
+    @property
+    def connected(self) -> bool:
+        """Whether they can tell each other anything."""
+        return self.writer is not None and self.writer.group is not None
 
     def told(self, mine: Any) -> list[Any]:
-        """What every rank says."""
+        """What every rank says; of ranks that are not connected, what this one does."""
+        if self.writer is None or self.writer.group is None:
+            return [mine]
         told: list[Any] = [None] * self.size
         distributed.all_gather_object(told, mine, group=self.writer.group)
         return told
@@ -49,11 +63,11 @@ class Ranks:
         try:
             found = read()
         except Exception as error:  # also a defect
-            self.told(str(error) or type(error).__name__)
+            self.told(_Refusal.of(error))
             raise
-        for rank, problem in enumerate(self.told(None)):
-            if problem is not None:
-                raise MappingMismatch(f"rank {rank} refuses: {problem}", hint="its own log says more")
+        for rank, refusal in enumerate(self.told(None)):
+            if refusal is not None:
+                raise refusal.of_rank(rank)
         return found
 
     def problems(self, own: list[str], held: Mapping[str, int]) -> list[str]:
@@ -66,7 +80,7 @@ class Ranks:
         for rank, digests in enumerate(self.told(held)):
             for place, found in digests.items():
                 other, expected = first.setdefault(place, (rank, found))
-                if found != expected and rank == self.writer.rank:
+                if found != expected and rank == self.rank:
                     mine.append(f"{place.partition(' ')[0]} differs from what rank {other} holds of it")
         return [
             f"rank {rank}: {problem}"
@@ -87,6 +101,26 @@ class Ranks:
                 f"{n} is {_form(named.get(n))} on rank {rank}, {_form(first.get(n))} on rank 0" for n in names
             ]
         return out[:_SHOWN]
+
+
+ALONE: Final = Ranks()
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """An error on its way to the other ranks."""
+
+    kind: type[DeltasyncError]
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Refusal":
+        kind = type(error) if isinstance(error, DeltasyncError) else MappingMismatch
+        return cls(kind, str(error) or type(error).__name__)
+
+    def of_rank(self, rank: int) -> DeltasyncError:
+        """The same on a rank that would go on."""
+        return self.kind(f"rank {rank} refuses: {self.message}", hint="its own log says more")
 
 
 def _form(one: tuple[str, object] | None) -> str:

@@ -1,10 +1,10 @@
 """Parameters that are DTensors: FSDP2 (`fully_shard`), hybrid sharding, tensor parallelism, and these crossed."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 from torch import nn
@@ -13,17 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from chunkstore.digest_torch import digest
 from manifest.catalog import Catalog
 from publisher.adapters.base import Piece, Selection
-from publisher.adapters.plain import Masters, PlainAdapter, check_readable
+from publisher.adapters.plain import Masters, PlainAdapter, check_readable, place
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
 
-T = TypeVar("T")
-
 _SHOWN: Final = 10
-
 
 _REPLACED: Final = "make the optimizer after fully_shard and parallelize_module, which replace the parameters"
 
@@ -45,9 +41,8 @@ class ShardedAdapter(PlainAdapter):
         ranks: Ranks,
         selection: Selection,
     ) -> None:
-        super().__init__(model, optimizers, masters, ranks.writer, selection=selection)
+        super().__init__(model, optimizers, masters, ranks, selection=selection)
         self.ranks = ranks.size
-        self._ranks = ranks
         live = self.named()
         if not any(self.stepping(tensor)["key"] is not None for tensor in live.values()):
             raise OptimizerRefused(
@@ -63,10 +58,6 @@ class ShardedAdapter(PlainAdapter):
             )
         shards = any(isinstance(module, FSDPModule) for module in model.modules())
         self.kind = f"{'FSDP2' if shards else 'DTensor'} ({_layouts(live)}){selection.kind}"
-
-    def together(self, read: Callable[[], T]) -> T:
-        """See `Adapter`."""
-        return self._ranks.together(read)
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`. After a forward without a backward FSDP2 leaves whole parameters in the root: they go back."""
@@ -91,10 +82,10 @@ class ShardedAdapter(PlainAdapter):
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`. Meshes do not tell: other ranks may hold the same in a mesh of their own."""
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank, places in enumerate(self._ranks.told([_place(piece) for piece in pieces])):
-            for place in places:
-                holders[place].append(rank)
-        return [tuple(holders[_place(piece)]) for piece in pieces]
+        for rank, places in enumerate(self._ranks.told([place(piece) for piece in pieces])):
+            for held in places:
+                holders[held].append(rank)
+        return [tuple(holders[place(piece)]) for piece in pieces]
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `PlainAdapter`."""
@@ -123,10 +114,7 @@ class ShardedAdapter(PlainAdapter):
                     whole = there.full_tensor()
                 for piece in self.pieces_of(spec.name, tensor):
                     own += _misplaced(piece, tensor, whole)
-        stepped = [piece for piece in self.pieces(catalog) if piece.key is not None]
-        return self._ranks.problems(
-            own, {_place(piece): digest(piece.name, piece.tensor) for piece in stepped}
-        )
+        return self._ranks.problems(own, self._copies(catalog))
 
     def _left_behind(self, live: Mapping[str, torch.Tensor]) -> list[str]:
         """Shards to be trained that nothing steps, while an optimizer steps a whole tensor of that shape outside."""

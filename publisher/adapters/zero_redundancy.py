@@ -1,7 +1,6 @@
 """torch's ZeroRedundancyOptimizer: every rank has the whole model, and steps some of its parameters for all."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -12,8 +11,6 @@ from publisher.adapters.base import Piece, Selection
 from publisher.adapters.plain import PlainAdapter
 from publisher.adapters.ranks import Ranks
 from publisher.errors import OptimizerRefused
-
-T = TypeVar("T")
 
 
 class ZeroRedundancyAdapter(PlainAdapter):
@@ -33,16 +30,11 @@ class ZeroRedundancyAdapter(PlainAdapter):
                 "ZeroRedundancyOptimizer with overlap_with_ddp steps during the backward pass and runs no hook",
                 hint="leave overlap_with_ddp out, or set `detect: snapshot` and attach as for DDP",
             )
-        super().__init__(model, [optimizer.optim], (), ranks.writer, selection=selection)
+        super().__init__(model, [optimizer.optim], (), ranks, selection=selection)
         self.kind = ZeroRedundancyAdapter.kind + selection.kind
         self.ranks = ranks.size
-        self._ranks = ranks
         # Those of now: what is added later stays the first rank's, to which every step brings it.
         self._shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-
-    def together(self, read: Callable[[], T]) -> T:
-        """See `Adapter`."""
-        return self._ranks.together(read)
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""
@@ -54,7 +46,7 @@ class ZeroRedundancyAdapter(PlainAdapter):
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`."""
-        own = (self._ranks.writer.rank,)
+        own = (self._ranks.rank,)
         return [self.everyone if piece.key is None else own for piece in pieces]
 
     def problems(self, catalog: Catalog) -> list[str]:
