@@ -61,7 +61,9 @@ def adapted(seed: int, **options: Any) -> Any:
 
 
 def policy(name: str, seed: int) -> Any:
-    """`name`: even, odd (sizes that no two ranks divide; tied embeddings), llama (no norm inside a head), or lora."""
+    """`name`: even, odd (sizes that no two ranks divide; tied embeddings), llama (no norm inside a head), spare (even, and
+    a parameter that is never used), or lora.
+    """
     if name == "lora":
         return adapted(seed)
     common: dict[str, Any] = {
@@ -77,8 +79,11 @@ def policy(name: str, seed: int) -> Any:
             return Policy(LlamaForCausalLM(config))
         sizes, odd = (ODD, True) if name == "odd" else (EVEN, False)
         heads = 1 if odd else 2
-        return Policy(
+        made = Policy(
             Qwen3ForCausalLM(
                 Qwen3Config(**sizes, **common, num_key_value_heads=heads, tie_word_embeddings=odd)
             )
         )
+        if name == "spare":
+            made.register_parameter("spare", nn.Parameter(torch.ones(5, 3)))
+        return made
