@@ -53,7 +53,7 @@ $(DEEPSPEED_READY): requirements-deepspeed.lock $(READY)
 	$(call on_top,$(DEEPSPEED))
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip --python $(DEEPSPEED)/bin/python install --quiet --disable-pip-version-check \
 		--no-deps --no-build-isolation -r requirements-deepspeed.lock
-	rm -rf $(DEEPSPEED)/kernels  # with the lock of a compilation that was interrupted, which torch would wait for
+	rm -f $(DEEPSPEED)/kernels/*/lock  # of a compilation that was interrupted, which torch would wait for
 	PATH="$$PWD/$(DEEPSPEED)/bin:$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$$PWD/$(DEEPSPEED)/kernels \
 		$(DEEPSPEED)/bin/python -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
 	touch $(DEEPSPEED_READY)

@@ -1,8 +1,8 @@
 """Canonical names of a torch module's parameters and persistent buffers, the same on both sides of a stream.
 
-Wrappers add path segments that no checkpoint knows: DistributedDataParallel and DataParallel `module`, torch.compile
-`_orig_mod`, activation checkpointing `_checkpoint_wrapped_module`. They are dropped because of what the wrapper *is*,
-wherever it stands; a layer that merely is called `module` keeps its name.
+Wrappers add path segments that no checkpoint knows: DistributedDataParallel, DataParallel, DeepSpeed's engine `module`,
+torch.compile `_orig_mod`, activation checkpointing `_checkpoint_wrapped_module`. They are dropped because of what the
+wrapper *is*, wherever it stands; a layer that merely is called `module` keeps its name.
 """
 
 import sys
@@ -40,10 +40,13 @@ def _unwrapped(module: nn.Module) -> nn.Module | None:
     # Importing dynamo takes a second; what only an imported module can make exists only where it is imported already.
     dynamo = sys.modules.get("torch._dynamo")
     recompute = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    deepspeed = sys.modules.get("deepspeed.runtime.engine")
     if isinstance(module, DistributedDataParallel | DataParallel):
         inner = module.module
     elif dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         inner = module._orig_mod
     elif recompute is not None and isinstance(module, recompute.ActivationWrapper):
         inner = module._checkpoint_wrapped_module
+    elif deepspeed is not None and isinstance(module, deepspeed.DeepSpeedEngine):
+        inner = module.module
     return inner

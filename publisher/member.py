@@ -88,9 +88,15 @@ class Member:
             self._shut_down()
             raise
 
-    def capture(self, records: Iterable[tuple[Shard, StepRecord]], copies: Iterable[Shard] = ()) -> None:
+    def capture(
+        self,
+        records: Iterable[tuple[Shard, StepRecord]],
+        copies: Iterable[Shard] = (),
+        *,
+        begins: bool = True,
+    ) -> None:
         """See `Tracking.capture`."""
-        self._tracking.capture(records, copies)
+        self._tracking.capture(records, copies, begins=begins)
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         """See `Publisher.publish`."""

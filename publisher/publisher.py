@@ -73,7 +73,11 @@ class LocalFeed:
         if self._watched.follows_steps:
             check_not_capturing()
         with torch.no_grad():
-            self._writer.capture(self._watched.records(optimizer), self._watched.copies(optimizer))
+            self._writer.capture(
+                self._watched.records(optimizer),
+                self._watched.copies(optimizer),
+                begins=self._watched.adapter.begins_step(optimizer),
+            )
 
     def publish(self, train_step: int | None, *, anchor: bool) -> PublishHandle:
         self._watched.refresh()
@@ -122,7 +126,8 @@ class Publisher:
 
         `optimizer`: one of torch's, several, or a ZeroRedundancyOptimizer; `model`: plain, DDP, or with DTensors for
         parameters (FSDP2, tensor parallelism). Or what Megatron-Core's get_megatron_optimizer returned, and the model
-        chunks that it was given. What was recognised is logged; `deltasync.explain` shows it without publishing.
+        chunks that it was given. Or the optimizer and the engine that deepspeed.initialize returned. What was
+        recognised is logged; `deltasync.explain` shows it without publishing.
 
         With `spool` in the config all of it happens in the process `deltasync publisher run`, which
         the optimizer state is shared with; the trainer waits for it up to `capture_timeout` seconds at a time.

@@ -55,10 +55,17 @@ class Tracking:
         if any(shard.source in (Source.COPY, Source.INVERSION) for shard in self.shards):
             compile_ahead()
 
-    def capture(self, records: Iterable[tuple[Shard, StepRecord]], copies: Iterable[Shard] = ()) -> None:
+    def capture(
+        self,
+        records: Iterable[tuple[Shard, StepRecord]],
+        copies: Iterable[Shard] = (),
+        *,
+        begins: bool = True,
+    ) -> None:
         """Account for one optimizer step, before anything else touches the weights or the optimizer's state.
 
         `records`: what it did to shards found by inversion. `copies`: the shards whose masters it has stepped.
+        `begins`: False if it is more of the step before, as where an optimizer steps its groups one by one.
         Raises CaptureLost if they were touched all the same; then track is lost.
         """
         begin = time.perf_counter()
@@ -73,7 +80,7 @@ class Tracking:
         except CaptureLost:
             self.lose_track()
             raise
-        self._steps += 1
+        self._steps += int(begins)
         self._seconds += time.perf_counter() - begin
 
     def lose_track(self, steps: int = 0) -> None:

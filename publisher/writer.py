@@ -95,9 +95,15 @@ class StreamWriter:
             self._shut_down()
             raise
 
-    def capture(self, records: Iterable[tuple[Shard, StepRecord]], copies: Iterable[Shard] = ()) -> None:
+    def capture(
+        self,
+        records: Iterable[tuple[Shard, StepRecord]],
+        copies: Iterable[Shard] = (),
+        *,
+        begins: bool = True,
+    ) -> None:
         """See `Tracking.capture`."""
-        self._tracking.capture(records, copies)
+        self._tracking.capture(records, copies, begins=begins)
 
     def lose_track(self, steps: int = 0) -> None:
         """See `Tracking.lose_track`."""

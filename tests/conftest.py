@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 torch.set_num_threads(1)
 
-# What looks into SGLang or Megatron-Core needs it in its own process: `make test` runs those tests in environments that
-# have it.
+# What looks into SGLang, Megatron-Core or DeepSpeed needs it in its own process: `make test` runs those tests in
+# environments that have it.
 collect_ignore = [
     tests
-    for module, tests in (("sglang", "sglang_trace"), ("megatron", "megatron"))
+    for module, tests in (("sglang", "sglang_trace"), ("megatron", "megatron"), ("deepspeed", "deepspeed"))
     if importlib.util.find_spec(module) is None
 ]
 if "sglang_trace" not in collect_ignore:
@@ -33,6 +33,11 @@ if "sglang_trace" not in collect_ignore:
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "deltasync" / "demo" / "sglang_cpu"))
     importlib.import_module("sitecustomize")
+if "deepspeed" not in collect_ignore:
+    # On the CPU, with the kernels and the compiler's helper that `make venv-deepspeed` has put there.
+    here = Path(sys.prefix)
+    os.environ.update(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(here / "kernels"))
+    os.environ["PATH"] = f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from chunkstore.errors import ConfigError
 from manifest.checkpoint import Checkpoint
 from publisher.adapters.base import Adapter, Selection
+from publisher.adapters.deepspeed import DeepSpeedAdapter
 from publisher.adapters.given import GivenAdapter
 from publisher.adapters.lora import Lora, check_no_lora, select
 from publisher.adapters.megatron import MegatronAdapter
@@ -39,7 +40,7 @@ def ranks_of(optimizer: Any, model: Any, writer: Writer | None) -> Ranks:
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if _is_zero_redundancy(optimizers):
         group = next(o.process_group for o in optimizers if _is_zero_redundancy([o]))
-    elif _is_megatron(optimizer) or _has_dtensors(optimizers, model):
+    elif _is_megatron(optimizer) or _is_deepspeed(optimizer) or _has_dtensors(optimizers, model):
         group = None
     else:
         return Ranks(writer)
@@ -64,12 +65,12 @@ def recognise(
     writer = ranks.writer
     if _is_megatron(optimizer):
         check_no_lora(model, lora, "Megatron-Core's optimizer")
-        if masters or (writer is not None and writer.owned is not None):
-            raise OptimizerRefused(
-                "Megatron-Core's optimizer is given together with masters or owned shards, which it tells by itself",
-                hint="give it alone",
-            )
+        _check_alone("Megatron-Core", masters, writer)
         return MegatronAdapter(model, optimizer, ranks, checkpoint)
+    if _is_deepspeed(optimizer):
+        check_no_lora(model, lora, "DeepSpeed's optimizer")
+        _check_alone("DeepSpeed", masters, writer)
+        return DeepSpeedAdapter(model, optimizer, ranks)
     optimizers = _torch_optimizers(optimizer)
     selected = partial(select, model, optimizers, masters, lora)
     if writer is not None and writer.owned is not None:
@@ -112,6 +113,10 @@ def _is_megatron(optimizer: object) -> bool:
     return _any([optimizer], "megatron.core.optimizer.optimizer", "MegatronOptimizer")
 
 
+def _is_deepspeed(optimizer: object) -> bool:
+    return _any([optimizer], "deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
+
+
 def _is_zero_redundancy(optimizers: Iterable[object]) -> bool:
     return _any(optimizers, "torch.distributed.optim", "ZeroRedundancyOptimizer")
 
@@ -120,6 +125,14 @@ def _has_dtensors(optimizers: Iterable[object], model: nn.Module) -> bool:
     groups = (g for o in optimizers if isinstance(o, Optimizer) for g in o.param_groups)
     tensors = chain(model.parameters(), model.buffers(), (p for group in groups for p in group["params"]))
     return _any(tensors, "torch.distributed.tensor", "DTensor")
+
+
+def _check_alone(framework: str, masters: Sequence[object], writer: Writer | None) -> None:
+    if masters or (writer is not None and writer.owned is not None):
+        raise OptimizerRefused(
+            f"{framework}'s optimizer is given together with masters or owned shards, which it tells by itself",
+            hint="give it alone",
+        )
 
 
 def _zero_redundancy(

@@ -74,6 +74,16 @@ class Selection(Protocol):
         """The live tensors by canonical name. Raises MappingMismatch if this is no longer what was selected."""
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bits in the same order; on any devices."""
+    return torch.equal(_bytes(a), _bytes(b).to(a.device))
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """Of a copy, for what has a single column counts as contiguous with any stride, and has no view as bytes."""
+    return values.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
 class Adapter(Protocol):
     """Reads one kind of trainer. Asked anew at every publish, so that what was replaced meanwhile is seen.
 
@@ -125,6 +135,12 @@ class Adapter(Protocol):
 
     def stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
         """Key, and what is stepped, of all that `optimizer` has just stepped. In its step post-hook."""
+
+    def begins_step(self, optimizer: Optimizer) -> bool:
+        """Whether what `optimizer` has just done counts as a step, and not as more of the one before.
+
+        In its step post-hook, and asked once in each.
+        """
 
     def problems(self, catalog: Catalog) -> list[str]:
         """What is wrong with the map to canonical tensors, as far as the framework itself can tell.

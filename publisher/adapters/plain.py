@@ -126,6 +126,10 @@ class PlainAdapter:
         """See `Adapter`."""
         return ((id(parameter), self.local(parameter)) for parameter in stepped(optimizer))
 
+    def begins_step(self, optimizer: Optimizer) -> bool:
+        """See `Adapter`."""
+        return True
+
     def problems(self, catalog: Catalog) -> list[str]:
         """See `Adapter`: whole tensors have no map, but what several ranks step alike must be the same on all."""
         if not self._ranks.connected:

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from manifest.catalog import Catalog
-from publisher.adapters.base import Piece, Selection
+from publisher.adapters.base import Piece, Selection, same_bits
 from publisher.adapters.plain import Masters, PlainAdapter, check_readable, place
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
@@ -155,13 +155,9 @@ def _misplaced(piece: Piece, tensor: DTensor, whole: torch.Tensor) -> list[str]:
         return [f"{piece.name} would reach element {piece.region.last} of {whole.numel()}"]
     assert piece.stride is not None
     wanted = whole.contiguous().as_strided(piece.tensor.shape, piece.stride, piece.start)
-    bits = (_bytes(x) for x in (wanted.to(piece.tensor.device), piece.tensor))
-    return [] if torch.equal(*bits) else [f"{piece.name} holds other values than torch gathers in its place"]
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Of a copy, for what has a single column counts as contiguous with any stride, and has no view as bytes."""
-    return values.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    if same_bits(wanted, piece.tensor):
+        return []
+    return [f"{piece.name} holds other values than torch gathers in its place"]
 
 
 def _box(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

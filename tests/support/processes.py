@@ -9,6 +9,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "deltasync.cli",
+        "tests.deepspeed.trainer",  # where there is DeepSpeed
         "tests.e2e.contenders",
         "tests.manifest.rivals",
         "tests.publisher.crashing_trainer",

@@ -61,8 +61,8 @@ def adapted(seed: int, **options: Any) -> Any:
 
 
 def policy(name: str, seed: int) -> Any:
-    """`name`: even, odd (sizes that no two ranks divide; tied embeddings), llama (no norm inside a head), spare (even, and
-    a parameter that is never used), or lora.
+    """`name`: even, odd (sizes that no two ranks divide; tied embeddings), llama (no norm inside a head), spare (even,
+    and a parameter that is never used), or lora.
     """
     if name == "lora":
         return adapted(seed)

@@ -1,0 +1,121 @@
+"""How DeepSpeed spreads a policy over ranks: each configuration as its users write it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from tests.trainers.layouts import DECAY, LR
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`kind`: how the adapter names it. `config`: of DeepSpeed, without the parts that all have (`settings`).
+
+    `policy`: which. `prepare`: changes it in place. `optimizer`: of that, as deepspeed.initialize gets it.
+    `inference_dtype`: of what is published. `overflows`: whether DeepSpeed skips steps whose gradients are not finite.
+    `accumulate`: batches per step. `sources`: that are found, besides `digest` for what is not trained.
+    """
+
+    kind: str
+    config: dict[str, Any]
+    policy: str = "odd"
+    optimizer: Callable[[nn.Module], Optimizer] = lambda model: AdamW(groups(model), lr=LR)
+    prepare: Callable[[nn.Module], object] = lambda model: None
+    inference_dtype: str = "bfloat16"
+    overflows: bool = True
+    accumulate: int = 2
+    publisher: dict[str, Any] = field(default_factory=dict)
+    sources: frozenset[str] = frozenset({"copy"})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration of DeepSpeed."""
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulate,
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **self.config,
+        }
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters with weight decay, and without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def cpu_adam(model: nn.Module) -> Optimizer:
+    """Its kernel is compiled when it is first used."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer: Optimizer = DeepSpeedCPUAdam(groups(model), lr=LR)
+    return optimizer
+
+
+def freeze(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "embed" in name:
+            parameter.requires_grad = False
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **options}}
+
+
+SAME_DTYPE = {"data_types": {"grad_accum_dtype": "bf16"}}
+FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+LAYOUTS = {
+    "ZeRO-1": Layout("DeepSpeed ZeRO-1 (AdamW)", BF16 | SAME_DTYPE | zero(1)),
+    "ZeRO-2": Layout("DeepSpeed ZeRO-2 (AdamW)", BF16 | zero(2), "even"),
+    "BF16_Optimizer": Layout(
+        "DeepSpeed BF16_Optimizer (AdamW)", BF16 | FP32_GRADS | zero(1), overflows=False
+    ),
+    "ZeRO-1, DeepSpeedCPUAdam": Layout(
+        "DeepSpeed ZeRO-1 (DeepSpeedCPUAdam)", BF16 | SAME_DTYPE | zero(1), optimizer=cpu_adam
+    ),
+    "ZeRO-2, offloaded": Layout(
+        "DeepSpeed ZeRO-2 (DeepSpeedCPUAdam)", BF16 | zero(2, **CPU), optimizer=cpu_adam
+    ),
+    "BF16_Optimizer, DeepSpeedCPUAdam": Layout(
+        "DeepSpeed BF16_Optimizer (DeepSpeedCPUAdam)",
+        BF16 | FP32_GRADS | zero(1),
+        optimizer=cpu_adam,
+        overflows=False,
+    ),
+    "ZeRO-1, offloaded, torch's AdamW": Layout(
+        "DeepSpeed ZeRO-1 (AdamW)", BF16 | SAME_DTYPE | zero(1, **CPU), accumulate=1
+    ),
+    "ZeRO-2, round robin": Layout(
+        "DeepSpeed ZeRO-2 (AdamW)", BF16 | zero(2, round_robin_gradients=True, overlap_comm=True)
+    ),
+    "ZeRO-1, fp16": Layout(
+        "DeepSpeed ZeRO-1 (AdamW)", FP16 | zero(1), inference_dtype="float16", accumulate=1
+    ),
+    "ZeRO-2, fp32": Layout("DeepSpeed ZeRO-2 (AdamW)", zero(2), overflows=False),
+    "ZeRO-2, frozen and unused": Layout(
+        "DeepSpeed ZeRO-2 (AdamW)",
+        BF16 | zero(2),
+        "spare",
+        prepare=freeze,
+        optimizer=lambda model: AdamW([p for p in model.parameters() if p.requires_grad], lr=LR),
+    ),
+    "ZeRO-1, snapshot": Layout(
+        "DeepSpeed ZeRO-1 (AdamW)",
+        BF16 | SAME_DTYPE | zero(1),
+        publisher={"detect": "snapshot"},
+        sources=frozenset({"snapshot"}),
+    ),
+}

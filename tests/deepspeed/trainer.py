@@ -1,0 +1,58 @@
+"""A policy that DeepSpeed trains, on one of the ranks of torch.distributed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import distributed
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.deepspeed.layouts import Layout
+from tests.trainers.policies import policy
+
+# On a CPU DeepSpeed would compile, for a minute, a kernel for communication in inference.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Trainer:
+    """`engine`, `optimizer`: as deepspeed.initialize returns them. `weights`: to begin with. Collective."""
+
+    def __init__(self, layout: Layout, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.layout = layout
+        rank = distributed.get_rank()
+        os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(distributed.get_world_size()))
+        model = policy(layout.policy, seed=0)
+        if weights is not None:
+            model.load_state_dict(weights)
+        layout.prepare(model)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=layout.optimizer(model), config=layout.settings, lr_scheduler=_schedule
+        )
+        self._batches = torch.Generator().manual_seed(1000 + rank)
+
+    def step(self, *, skipped: bool = False) -> None:
+        """One step of the optimizer. `skipped`: with gradients that are not finite, where DeepSpeed then skips it."""
+        if skipped and not self.layout.overflows:
+            return
+        before = self.engine.skipped_steps
+        for _ in range(self.layout.accumulate):
+            loss = self.engine(torch.randint(0, 500, (2, 24), generator=self._batches))
+            self.engine.backward(loss * float("inf") if skipped else loss)
+            self.engine.step()
+        assert self.engine.skipped_steps - before == int(skipped)
+
+    def state(self, folder: Path) -> dict[str, torch.Tensor] | None:
+        """The whole model as DeepSpeed saves it, on the first rank. Collective."""
+        self.engine.save_16bit_model(str(folder), "pytorch_model.bin")
+        if distributed.get_rank():
+            return None
+        state: dict[str, Any] = torch.load(folder / "pytorch_model.bin", weights_only=True)
+        return state
+
+
+def _schedule(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1.0 / (1 + step % 4))
