@@ -171,9 +171,12 @@ class MegatronAdapter(PlainAdapter):
 def _distributed_optimizers(optimizer: Any) -> list[Any]:
     """The DistributedOptimizers in a chain, those that step something. Raises OptimizerRefused naming all else."""
     found, problems = [], []
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    chained = type(optimizer).__name__ == "ChainedOptimizer"  # which others derive from
+    for one in optimizer.chained_optimizers if chained else [optimizer]:
         name, inner = type(one).__name__, getattr(one, "optimizer", None)
-        if name != "DistributedOptimizer":
+        if name == "LayerWiseDistributedOptimizer":
+            problems.append(f"{name}: its sharding is not known")
+        elif name != "DistributedOptimizer":
             problems.append(f"{name} is not the DistributedOptimizer: set use_distributed_optimizer")
         elif one.is_stub_optimizer:
             continue

@@ -92,7 +92,7 @@ def attach_refused(layout: Layout, root: Path, base: Path) -> None:
     assert not told.problems
     assert told.kind == "Megatron-Core (TP 2, PP 1, EP 1, expert TP 1)"
     assert set(told.sources) == {"copy"}
-    plain = Trainer(layout, base, use_distributed_optimizer=False)
+    plain = Trainer(layout, base, changes={"use_distributed_optimizer": False})
     refused(lambda: plain.attach(stream), OptimizerRefused, "Float16.*is not the DistributedOptimizer")
     no_masters(trainer)
     refused(lambda: trainer.attach(stream), OptimizerRefused, "use_precision_aware_optimizer")

@@ -3,9 +3,11 @@
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ STEPS, SKIPPED, MICROBATCHES, TOKENS, LR = 12, 5, 2, 24, 1e-4
 
 
 class Trainer:
-    """One rank's model, optimizer and schedule."""
+    """One rank's model, optimizer and schedule. `changes`: of the fields of Megatron's two configurations."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class Trainer:
         *,
         weights: Path | None = None,
         frozen: str = "",
-        use_distributed_optimizer: bool = True,
+        changes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.layout, self.base = layout, base
         self.hf, full = read(weights or base)
@@ -52,23 +54,21 @@ class Trainer:
                 if frozen and frozen in name:
                     parameter.requires_grad = False
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=use_distributed_optimizer, grad_reduce_in_fp32=True, bucket_size=30_000,
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=30_000,
             overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap,
         )  # fmt: skip
+        steps = OptimizerConfig(
+            optimizer="adam", lr=LR, min_lr=LR / 10, weight_decay=0.1, clip_grad=1.0, bf16=not layout.fp32,
+            loss_scale=1.0, use_distributed_optimizer=True, overlap_param_gather=layout.overlap,
+        )  # fmt: skip
+        ddp, steps = _changed(ddp, changes), _changed(steps, changes)
         self.model = [
             DistributedDataParallel(
                 self.config, ddp, chunk.gpt if layout.fp32 else Float16Module(self.config, chunk.gpt)
             )
             for chunk in self.chunks
         ]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=LR, min_lr=LR / 10, weight_decay=0.1, clip_grad=1.0, bf16=not layout.fp32,
-                loss_scale=1.0, use_distributed_optimizer=use_distributed_optimizer,
-                overlap_param_gather=layout.overlap,
-            ),
-            self.model,
-        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(steps, self.model)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=LR / 4, max_lr=LR, min_lr=LR / 10, lr_warmup_steps=2, lr_decay_steps=STEPS,
             lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
@@ -134,6 +134,12 @@ class Trainer:
         parts = [torch.empty_like(found) for _ in range(self.layout.tp)]
         distributed.all_gather(parts, found.contiguous(), parallel_state.get_tensor_model_parallel_group())
         return torch.cat(parts, -1)[..., : self.hf.vocab_size]
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """With those of `changes` that are its fields."""
+    known = {field.name for field in fields(config)}
+    return replace(config, **{name: value for name, value in changes.items() if name in known})
 
 
 def _forward(
