@@ -15,11 +15,12 @@ from chunkstore.errors import ConfigError
 from chunkstore.open import open_store
 from chunkstore.store import Store
 from manifest.catalog import Catalog
+from publisher.adapters.base import Adapter
 from publisher.adapters.plain import Masters
 from publisher.commit import PublishHandle
 from publisher.config import PublisherConfig
 from publisher.coordinator import Coordinator
-from publisher.errors import PublisherStopped
+from publisher.errors import MappingMismatch, PublisherStopped
 from publisher.given import Given, read_given
 from publisher.group import Writer
 from publisher.member import Member
@@ -98,10 +99,11 @@ class Publisher:
     Not thread-safe: call `publish` from the thread that runs `optimizer.step()`.
     """
 
-    def __init__(self, feed: Feed, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, feed: Feed, adapter: Adapter) -> None:
         self._feed = feed
+        self._adapter = adapter
         self._process = os.getpid()
-        self._hooks = [o.register_step_post_hook(self._after_step) for o in optimizers]
+        self._hooks = [o.register_step_post_hook(self._after_step) for o in adapter.optimizers]
 
     @classmethod
     def attach(
@@ -146,7 +148,7 @@ class Publisher:
         if settings.spool is not None:
             assert isinstance(model, nn.Module)  # chunks of one are not sharable
             optimizers = list(adapter.optimizers)
-            return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), optimizers)
+            return cls(SidecarFeed.connect(plan, model, optimizers, settings, settings.spool), adapter)
         writer = given.writer
         log.info("found %s", plan.describe(adapter.kind, writer))
         if writer is None and not whole(plan.catalog, plan.pieces):
@@ -160,7 +162,7 @@ class Publisher:
         end.open(given.checkpoint)
         if writer is not None and writer.rank == 0:
             log.info("%d writers hold every element exactly once", writer.world_size)
-        return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), adapter.optimizers)
+        return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), adapter)
 
     @property
     def version(self) -> int:
@@ -188,6 +190,21 @@ class Publisher:
                 hint="publish from the process that attached; the child has none of its threads",
             )
         return self._feed.publish(train_step, anchor=anchor)
+
+    def check_copies(self) -> None:
+        """Compare, now, what several ranks step alike, each for itself: attach does so once, and publish never.
+
+        Those are the parameters of DDP, of hybrid sharding's replicas, and norms beside tensor-parallel matrices.
+        Collective: all ranks call it between the same two steps. Reads what this rank holds once.
+        Raises MappingMismatch on all of them, naming tensors and ranks. The stream is sound then, too: it has the copy
+        of the rank that publishes it.
+        """
+        drifted = self._adapter.drifted(self.catalog)
+        if drifted:
+            raise MappingMismatch(
+                "the ranks no longer hold the same: " + "; ".join(drifted[:30]),
+                hint="something steps copies apart, such as other gradients on each rank; go on from one checkpoint",
+            )
 
     def close(self) -> None:
         """Wait for the last publish and detach from the optimizers. Raises CommitUnknown or Fenced as `publish`."""

@@ -147,3 +147,6 @@ class Adapter(Protocol):
 
         All ranks ask together, and learn of each other's. Empty where nothing can be told, too.
         """
+
+    def drifted(self, catalog: Catalog) -> list[str]:
+        """What several ranks step alike and do not hold alike, with tensor and ranks. All ranks ask together."""

@@ -94,12 +94,15 @@ class DeepSpeedAdapter(PlainAdapter):
             return strange
         live = self.named()
         own = [text for piece in self.pieces(catalog) for text in _misplaced(piece, live[piece.name])]
-        held = {
+        return self._compared(own, catalog)
+
+    def _copies(self, catalog: Catalog) -> dict[str, int]:
+        live = self.named()
+        return {
             spec.name: digest(spec.name, live[spec.name].detach())
             for spec in catalog.tensors
             if isinstance(live[spec.name], nn.Parameter)
         }
-        return self._ranks.problems(own, held)
 
 
 def _kind(optimizer: Any) -> str:

@@ -143,13 +143,14 @@ class MegatronAdapter(PlainAdapter):
         return super().refusal(piece)
 
     def problems(self, catalog: Catalog) -> list[str]:
-        """See `Adapter`: what several ranks hold alike, such as norms and tied embeddings, must be the same on all.
+        """See `Adapter`: what several ranks hold alike must be the same on all."""
+        return self._ranks.strange(catalog) or self.drifted(catalog)
 
-        Not with overlap_param_gather, where a rank may have other ranks' ranges only with its next forward pass.
+    def _copies(self, catalog: Catalog) -> dict[str, int]:
+        """Norms, tied embeddings, and whatever else tensor-parallel ranks or pipeline stages hold alike.
+
+        None with overlap_param_gather, where a rank may have other ranks' ranges only with its next forward pass.
         """
-        strange = self._ranks.strange(catalog)
-        if strange:
-            return strange
         held: dict[str, int] = {}
         late = any(one.ddp_config.overlap_param_gather for one in self._distributed)
         for parameter, local in self._placed():
@@ -157,7 +158,7 @@ class MegatronAdapter(PlainAdapter):
                 if run.name is not None and run.region is not None:
                     part = _part(parameter, run.start, (run.numel,))
                     held[f"{run.name} {run.region}"] = digest(run.name, part)
-        return self._ranks.problems([], held)
+        return held
 
     def _placed(self) -> Iterator[tuple[nn.Parameter, Local]]:
         """Every parameter that this rank has, and where it lies. Raises MappingMismatch."""

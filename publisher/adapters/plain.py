@@ -132,12 +132,20 @@ class PlainAdapter:
 
     def problems(self, catalog: Catalog) -> list[str]:
         """See `Adapter`: whole tensors have no map, but what several ranks step alike must be the same on all."""
+        return self._ranks.strange(catalog) or self.drifted(catalog)
+
+    def drifted(self, catalog: Catalog) -> list[str]:
+        """See `Adapter`."""
+        return self._compared([], catalog)
+
+    def _compared(self, own: list[str], catalog: Catalog) -> list[str]:
+        """What is wrong on any rank: `own` of each, and copies that differ."""
         if not self._ranks.connected:
-            return []
-        return self._ranks.strange(catalog) or self._ranks.problems([], self._copies(catalog))
+            return own
+        return self._ranks.problems(own, self._ranks.together(lambda: self._copies(catalog)))
 
     def _copies(self, catalog: Catalog) -> dict[str, int]:
-        """Digests of what this rank steps, by tensor and place."""
+        """Digests of what this rank steps, or has beside others, by tensor and place: the name, a space, and more."""
         return {
             place(piece): digest(piece.name, piece.tensor)
             for piece in self.pieces(catalog)

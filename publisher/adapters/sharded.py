@@ -114,7 +114,7 @@ class ShardedAdapter(PlainAdapter):
                     whole = there.full_tensor()
                 for piece in self.pieces_of(spec.name, tensor):
                     own += _misplaced(piece, tensor, whole)
-        return self._ranks.problems(own, self._copies(catalog))
+        return self._compared(own, catalog)
 
     def _left_behind(self, live: Mapping[str, torch.Tensor]) -> list[str]:
         """Shards to be trained that nothing steps, while an optimizer steps a whole tensor of that shape outside."""

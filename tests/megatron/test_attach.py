@@ -97,7 +97,14 @@ def attach_refused(layout: Layout, root: Path, base: Path) -> None:
     no_masters(trainer)
     refused(lambda: trainer.attach(stream), OptimizerRefused, "use_precision_aware_optimizer")
     assert not (stream / "versions").exists()
-    trainer.attach(root / "snapshot", detect="snapshot").close()
+    with trainer.attach(root / "snapshot", detect="snapshot") as publisher:
+        publisher.check_copies()
+        with torch.no_grad():
+            norm[3] += distributed.get_rank()
+        with pytest.raises(
+            MappingMismatch, match=r"no longer hold the same: rank 1: model\.norm\.weight differs"
+        ):
+            publisher.check_copies()
 
 
 def alone(trainer: Trainer, stream: Path) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -145,6 +148,58 @@ class Trainers:
         return model, AdamW(model.parameters()), deltasync.Writer.of_process_group()
 
 
+class Drifts:
+    """One method per way to hold copies; returns what to train. The second rank's first parameter is then changed."""
+
+    def __init__(self) -> None:
+        self.model = Small()
+
+    def shares(self) -> tuple[nn.Module, Optimizer, deltasync.Writer | None]:
+        return shared(self.model)
+
+    def hybrid(self) -> tuple[nn.Module, Optimizer, deltasync.Writer | None]:
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        return self.model, AdamW(self.model.parameters()), None
+
+    def beside_tensor_parallel(self) -> tuple[nn.Module, Optimizer, deltasync.Writer | None]:
+        """`up`, which the plan leaves out."""
+        parallelize_module(self.model, init_device_mesh("cpu", (2,)), {"down": ColwiseParallel()})
+        return self.model, AdamW(self.model.parameters(), foreach=False), None
+
+
+def followed(
+    trainer: tuple[nn.Module, Optimizer, deltasync.Writer | None], rank: int, config: Any
+) -> list[str]:
+    """What `check_copies` says: after a step, after a change on rank 1, and after that was taken back."""
+    model, optimizer, writer = trainer
+    said: list[str] = []
+
+    def check() -> None:
+        try:
+            publisher.check_copies()
+        except DeltasyncError as error:
+            said.append(f"{error.kind}: {error}")
+        else:
+            said.append("equal")
+
+    with deltasync.Publisher.attach(optimizer, model, config, writer=writer) as publisher:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        check()
+        first = next(model.parameters())
+        local = first.to_local() if isinstance(first, DTensor) else first
+        before = local.detach().clone()
+        with torch.no_grad():
+            local.view(-1)[0] += rank
+        check()
+        with torch.no_grad():
+            local.copy_(before)
+        check()
+        assert publisher.publish(1).result() is not None
+    return said
+
+
 def prepare(folder: Path) -> None:
     """What the faults need."""
     from manifest.key_files import generate_key
@@ -193,5 +248,10 @@ def main(rank: int, folder: str, meeting: str) -> None:
         config = Probes(rank, Path(folder))._config(name)
         told[name] = attached(getattr(Trainers(rank), name)(), config)
         distributed.barrier()
+    said = {}
+    for name in [name for name in vars(Drifts) if not name.startswith("_")]:
+        said[name] = followed(getattr(Drifts(), name)(), rank, Probes(rank, Path(folder))._config(name))
+        distributed.barrier()
+    Path(folder, f"said-{rank}.json").write_text(json.dumps(said))
     Path(folder, f"told-{rank}.json").write_text(json.dumps(told))
     distributed.destroy_process_group()

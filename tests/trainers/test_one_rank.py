@@ -2,6 +2,7 @@
 
 import json
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,8 @@ assert LONGEST < PATIENCE
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
-    """What each of two ranks was told."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each of two ranks has written down what it was told."""
     folder = tmp_path_factory.mktemp("one")
     prepare(folder)
     ranks = [
@@ -35,6 +36,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
         for rank in ranks:
             rank.kill()
             rank.join()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[Told]:
+    """What attach said, by rank."""
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -94,3 +101,14 @@ def test_copies_that_differ_are_refused(told: list[Told]) -> None:
 
 def test_a_rank_without_a_share_attaches(told: list[Told]) -> None:
     assert [one["few_tensors"] for one in told] == ["attached", "attached"]
+
+
+@pytest.mark.parametrize("copies", ["shares", "hybrid", "beside_tensor_parallel"])
+def test_copies_that_drift_later_are_found_when_asked(folder: Path, copies: str) -> None:
+    for rank in range(2):
+        before, meanwhile, after = json.loads((folder / f"said-{rank}.json").read_text())[copies]
+        assert [before, after] == ["equal", "equal"]
+        assert meanwhile.startswith(
+            "mapping: the ranks no longer hold the same: rank 1: up.weight differs from what rank 0"
+        )
+        assert "down." not in meanwhile
