@@ -20,6 +20,7 @@ from chunkstore.errors import ConfigError
 from manifest.checkpoint import Checkpoint
 from publisher.adapters.base import Adapter, Selection
 from publisher.adapters.deepspeed import DeepSpeedAdapter
+from publisher.adapters.deepspeed_zero3 import Zero3Adapter
 from publisher.adapters.given import GivenAdapter
 from publisher.adapters.lora import Lora, check_no_lora, select
 from publisher.adapters.megatron import MegatronAdapter
@@ -70,6 +71,8 @@ def recognise(
     if _is_deepspeed(optimizer):
         check_no_lora(model, lora, "DeepSpeed's optimizer")
         _check_alone("DeepSpeed", masters, writer)
+        if _any([optimizer], "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"):
+            return Zero3Adapter(model, optimizer, ranks)
         return DeepSpeedAdapter(model, optimizer, ranks)
     optimizers = _torch_optimizers(optimizer)
     selected = partial(select, model, optimizers, masters, lora)

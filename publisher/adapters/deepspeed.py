@@ -15,8 +15,9 @@ from chunkstore.digest_torch import digest
 from manifest.catalog import Catalog
 from publisher.adapters.base import Piece, same_bits
 from publisher.adapters.flat import Flat
+from publisher.adapters.groupwise import REPORT, SUPPORTED, GroupwiseAdapter
 from publisher.adapters.lora import WholeModel
-from publisher.adapters.plain import PlainAdapter, check_readable
+from publisher.adapters.plain import check_readable
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
 
@@ -35,25 +36,20 @@ _REFUSED: Final = {
 }
 """Other optimizers, and why not."""
 
-_SUPPORTED: Final = "docs/trainers.md lists what is supported"
-_REPORT: Final = "this layout is not known here: please report it with DeepSpeed's version and configuration"
 
-
-class DeepSpeedAdapter(PlainAdapter):
+class DeepSpeedAdapter(GroupwiseAdapter):
     """`optimizer`: what deepspeed.initialize returned. `model`: its engine, or the module in it.
 
     Raises OptimizerRefused, MappingMismatch.
     """
 
     kind = "DeepSpeed"
-    sharable = False
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
         _check_followed(optimizer, model, ranks)
         super().__init__(model, [optimizer.optimizer], (), ranks, selection=WholeModel(model))
         self._optimizer = optimizer
         self._placed = dict(_placed(optimizer))
-        self._since: set[int] = set()
         self.ranks = ranks.size
         self.kind = _kind(optimizer)
 
@@ -77,13 +73,6 @@ class DeepSpeedAdapter(PlainAdapter):
         """See `Adapter`. What is not trained, all ranks have."""
         own = (self._ranks.rank,)
         return [self.everyone if piece.key is None else own for piece in pieces]
-
-    def begins_step(self, optimizer: Optimizer) -> bool:
-        """See `Adapter`. ZeRO has its inner optimizer step one group after the other."""
-        keys = {key for key, _ in self.stepped(optimizer)}
-        begins = not self._since or not keys.isdisjoint(self._since)
-        self._since = keys if begins else self._since | keys
-        return begins
 
     def problems(self, catalog: Catalog) -> list[str]:
         """See `Adapter`: this rank's masters must be, rounded, what the model has in their place, and all ranks must
@@ -116,7 +105,7 @@ def _check_followed(optimizer: Any, model: nn.Module, ranks: Ranks) -> None:
     name = type(optimizer).__name__
     if name not in _BUFFERS:
         reason = _REFUSED.get(name, "it is not known here")
-        raise OptimizerRefused(f"DeepSpeed's {name} cannot be followed: {reason}", hint=_SUPPORTED)
+        raise OptimizerRefused(f"DeepSpeed's {name} cannot be followed: {reason}", hint=SUPPORTED)
     problems = []
     if not isinstance(optimizer.optimizer, Optimizer):
         problems.append(f"{type(optimizer.optimizer).__name__} is not a torch optimizer: nothing is stepped")
@@ -133,7 +122,7 @@ def _check_followed(optimizer: Any, model: nn.Module, ranks: Ranks) -> None:
             )
     if problems:
         raise OptimizerRefused(
-            "this DeepSpeed optimizer cannot be followed: " + "; ".join(problems), hint=_SUPPORTED
+            "this DeepSpeed optimizer cannot be followed: " + "; ".join(problems), hint=SUPPORTED
         )
 
 
@@ -153,7 +142,7 @@ def _placed(optimizer: Any) -> Iterator[tuple[int, tuple[Flat, int]]]:
         if master.numel() != size:
             raise MappingMismatch(
                 f"group {number} of DeepSpeed's optimizer has {master.numel()} masters for {size} elements",
-                hint=_REPORT,
+                hint=REPORT,
             )
         for parameter in group:
             if parameter.numel():

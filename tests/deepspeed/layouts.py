@@ -1,6 +1,7 @@
 """How DeepSpeed spreads a policy over ranks: each configuration as its users write it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class Layout:
     policy: str = "odd"
     optimizer: Callable[[nn.Module], Optimizer] = lambda model: AdamW(groups(model), lr=LR)
     prepare: Callable[[nn.Module], object] = lambda model: None
+    construct: Callable[[dict[str, Any]], AbstractContextManager[object]] = lambda settings: nullcontext()
     inference_dtype: str = "bfloat16"
     overflows: bool = True
     accumulate: int = 2
@@ -51,9 +53,14 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Parameters with weight decay, and without."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if dimensions(p) > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained if dimensions(p) <= 1], "weight_decay": 0.0},
     ]
+
+
+def dimensions(parameter: nn.Parameter) -> int:
+    """ZeRO-3 leaves parameters empty."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def cpu_adam(model: nn.Module) -> Optimizer:
@@ -68,6 +75,25 @@ def freeze(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
             parameter.requires_grad = False
+
+
+def partitioned(settings: dict[str, Any]) -> AbstractContextManager[object]:
+    """Parameters are cut among the ranks as they are made."""
+    import deepspeed
+
+    context: AbstractContextManager[object] = deepspeed.zero.Init(config_dict_or_path=settings)
+    return context
+
+
+def zero3(persistent: int = 0, **options: Any) -> dict[str, Any]:
+    """Sub groups of a few tensors; parameters of up to `persistent` elements stay whole on all ranks between steps."""
+    return zero(
+        3,
+        sub_group_size=20_000,
+        stage3_param_persistence_threshold=persistent,
+        stage3_gather_16bit_weights_on_model_save=True,
+        **options,
+    )
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:
@@ -115,6 +141,37 @@ LAYOUTS = {
     "ZeRO-1, snapshot": Layout(
         "DeepSpeed ZeRO-1 (AdamW)",
         BF16 | SAME_DTYPE | zero(1),
+        publisher={"detect": "snapshot"},
+        sources=frozenset({"snapshot"}),
+    ),
+    "ZeRO-3": Layout("DeepSpeed ZeRO-3 (AdamW)", BF16 | zero3()),
+    "ZeRO-3, zero.Init, persistent": Layout(
+        "DeepSpeed ZeRO-3 (DeepSpeedCPUAdam)",
+        BF16 | zero3(persistent=1000),
+        optimizer=cpu_adam,
+        construct=partitioned,
+    ),
+    "ZeRO-3, offloaded": Layout(
+        "DeepSpeed ZeRO-3 (DeepSpeedCPUAdam)",
+        BF16 | zero3(persistent=1000, **CPU, offload_param={"device": "cpu", "pin_memory": False}),
+        "even",
+        optimizer=cpu_adam,
+    ),
+    "ZeRO-3, offloaded, torch's AdamW": Layout("DeepSpeed ZeRO-3 (AdamW)", BF16 | zero3(**CPU), accumulate=1),
+    "ZeRO-3, fp16": Layout(
+        "DeepSpeed ZeRO-3 (AdamW)", FP16 | zero3(), inference_dtype="float16", accumulate=1
+    ),
+    "ZeRO-3, fp32": Layout("DeepSpeed ZeRO-3 (AdamW)", zero3(persistent=10_000), accumulate=1),
+    "ZeRO-3, frozen and unused": Layout(
+        "DeepSpeed ZeRO-3 (AdamW)",
+        BF16 | zero3(persistent=100),
+        "spare",
+        prepare=freeze,
+        optimizer=lambda model: AdamW([p for p in model.parameters() if p.requires_grad], lr=LR),
+    ),
+    "ZeRO-3, snapshot": Layout(
+        "DeepSpeed ZeRO-3 (AdamW)",
+        BF16 | zero3(),
         publisher={"detect": "snapshot"},
         sources=frozenset({"snapshot"}),
     ),

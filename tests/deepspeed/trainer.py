@@ -25,9 +25,11 @@ class Trainer:
         self.layout = layout
         rank = distributed.get_rank()
         os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(distributed.get_world_size()))
-        model = policy(layout.policy, seed=0)
+        with layout.construct(layout.settings):
+            model = policy(layout.policy, seed=0)
         if weights is not None:
-            model.load_state_dict(weights)
+            with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+                model.load_state_dict(weights)
         layout.prepare(model)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=layout.optimizer(model), config=layout.settings, lr_scheduler=_schedule
