@@ -15,6 +15,7 @@ from chunkstore.codec import WINDOW, Section
 from chunkstore.crashpoints import crash_point
 from chunkstore.digest import digest
 from chunkstore.errors import ConfigError, CorruptObject, ObjectMissing
+from chunkstore.probe import require_put_if_absent
 from manifest.catalog import Catalog
 from manifest.fetch import fetch_chunk
 from manifest.image import Image, scratch_image
@@ -52,7 +53,8 @@ def compact(
 
     Raises CompactionLate; what `manifest.rebuild.rebuild` does if the version cannot be rebuilt; CorruptObject if what
     was uploaded does not prove to be it; ObjectMissing if there is an anchor without all its objects; LocalDiskError;
-    ConfigError for a signed stream without a key; CommitUnknown or the store's error.
+    ConfigError for a signed stream without a key; before any work StoreUnsuitable or the store's error if it cannot be
+    written; CommitUnknown or the store's error.
     """
     until = clock() + grace / 2
 
@@ -74,6 +76,7 @@ def compact(
             f"{log.store.url} is signed: an anchor without a signature would be refused",
             hint="name a key that the subscribers trust",
         )
+    require_put_if_absent(log.store)  # before the work, which is long
     catalog = read_catalog(log.store, original.catalog)
     attempt = secrets.token_bytes(16)
     with scratch_image(catalog, scratch) as image:

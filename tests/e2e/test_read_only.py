@@ -35,19 +35,21 @@ def test_a_publisher_does_not_start(existing: bool, tmp_path: Path) -> None:
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_publisher_process_and_garbage_collection_do_not_start(
+def test_a_publisher_process_compaction_and_garbage_collection_do_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Compaction neither, before it asks for room to rebuild the model in."""
     root = tmp_path / "store"
-    StreamBuilder(PosixStore(root), small_weights())
+    StreamBuilder(PosixStore(root), small_weights()).train()
     with read_only(root), without_privileges():
         for arguments in (
             ["publisher", "run", "-c", str(write_config(tmp_path))],
             ["store", "gc", str(root)],
+            ["store", "compact", str(root), "--scratch", str(tmp_path / "nowhere")],
         ):
             assert main(arguments) == 1
             error = capsys.readouterr().err
-            assert "error[access_denied]: put_if_absent file://" in error
+            assert f"error[access_denied]: put_if_absent file://{root}/probes/" in error
             assert "hint: let this user read and write the directory" in error
 
 
