@@ -49,8 +49,9 @@ class WatchPlan:
         if problems:
             raise MappingMismatch(
                 "the ranks' shards do not fit together: " + "; ".join(problems[:30]),
-                hint="a copy that differs has drifted from the others; any other is a layout that deltasync does not"
-                " understand: please report it with the tensors' placements",
+                hint="a copy that differs has drifted from the others, as what neither fully_shard nor DDP wraps does: "
+                "there each rank has gradients of its own; any other problem is a layout that deltasync does not "
+                "understand: please report it with the tensors' placements",
             )
         adapter.together(lambda: self._check_followed(adapter))
 

@@ -44,6 +44,12 @@ class ShardedAdapter(PlainAdapter):
         super().__init__(model, optimizers, masters, ranks, selection=selection)
         self.ranks = ranks.size
         live = self.named()
+        if not any(isinstance(tensor, DTensor) for tensor in live.values()):
+            raise OptimizerRefused(
+                "the optimizer steps shards, and the model has none",
+                hint="give the whole model that fully_shard was called on: it alone takes back the whole parameters "
+                "that a forward pass leaves in a part of it",
+            )
         if not any(self.stepping(tensor)["key"] is not None for tensor in live.values()):
             raise OptimizerRefused(
                 "no parameter of the model is in the optimizer: there would never be a change to publish",

@@ -215,6 +215,23 @@ class Probes:
         fully_shard(model, mesh=mesh["dp"])
         return str(deltasync.explain(AdamW(model.parameters()), model).problems)
 
+    def part_after_evaluation(self) -> str:
+        """A part that is no FSDP module itself, while the whole parameters of its root are there."""
+        model = nn.Sequential(nn.Sequential(nn.Linear(16, 6)))
+        fully_shard(model)
+        optimizer = AdamW(model.parameters())
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        return self.attach(optimizer, model[0])
+
+    def outside(self) -> str:
+        """Only a part is sharded; each rank steps the rest by gradients of its own."""
+        model = Small()
+        fully_shard(model.up)
+        with torch.no_grad():
+            model.down.weight[0] += self.rank
+        return self.attach(AdamW(model.parameters(), foreach=False), model)
+
     def after_evaluation(self) -> str:
         """A forward without a backward leaves whole parameters in the root."""
         model = Small()

@@ -68,6 +68,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
         ("zero", ["ZeroRedundancyOptimizer 2 ()"]),
         ("single_column", ["(), ["]),
         ("cut_twice", ["mapping: ", "0.bias has 1 elements in dimension 0, which are cut in 2 parts"]),
+        (
+            "part_after_evaluation",
+            ["optimizer_refused: the optimizer steps shards, and the model has none (give the whole model"],
+        ),
+        (
+            "outside",
+            [
+                "rank 1: down.weight differs from what rank 0",
+                "as what neither fully_shard nor DDP wraps does",
+            ],
+        ),
         ("after_evaluation", ["() {'inversion': 107}"]),
     ],
 )
