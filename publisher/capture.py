@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import torch
 
 from publisher.changes import BLOCK, Bits16, Digests, Offsets
 from publisher.find import Found, find, find_copied
@@ -17,6 +18,9 @@ _AHEAD = 8
 """Pieces that may wait to be absorbed: what bounds memory, whatever the size of the model."""
 
 Steps = Iterable[tuple[Shard, StepRecord]]
+
+Copies = Iterable[tuple[Shard, torch.Tensor]]
+"""Shards, and what an optimizer has stepped in their place, of their shape."""
 
 _Find = Callable[[int, int], Found]
 """Finds what changed between two flat indices of some shard."""
@@ -39,12 +43,12 @@ def capture_steps(steps: Steps, stats: CaptureStats, threads: Executor) -> None:
     _capture(_inversions(steps, stats), stats, threads)
 
 
-def capture_copies(shards: Iterable[Shard], stats: CaptureStats, threads: Executor) -> None:
+def capture_copies(copies: Copies, stats: CaptureStats, threads: Executor) -> None:
     """The same for shards with a master, while their parameters still hold the bits before the step.
 
     No step count is asked: what is compared is there, and the proof tells whether it is what it should be.
     """
-    _capture(((shard, partial(find_copied, shard)) for shard in shards), stats, threads)
+    _capture(((shard, partial(find_copied, shard, master)) for shard, master in copies), stats, threads)
 
 
 def _inversions(steps: Steps, stats: CaptureStats) -> Iterator[tuple[Shard, _Find]]:

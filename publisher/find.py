@@ -131,15 +131,14 @@ def find(shard: Shard, record: StepRecord, start: int, stop: int) -> Found:
     return found if found is not None else find_reference(shard, record, start, stop)
 
 
-def find_copied(shard: Shard, start: int, stop: int) -> Found:
+def find_copied(shard: Shard, master: torch.Tensor, start: int, stop: int) -> Found:
     """Compare elements `start` … `stop` of a 16-bit parameter with its master; one cut, on the parameter's device.
 
     The step has written the master, and the parameter is still what it was: both old and new bits are at hand. They are
     proved all the same, for somebody may have written both between two steps.
     """
-    assert shard.master is not None
     parameter = shard.part_of(shard.tensor, start, stop)
-    master = shard.part_of(shard.master, start, stop).to(parameter.device, parameter.dtype)
+    master = shard.part_of(master, start, stop).to(parameter.device, parameter.dtype)
     compiled = parameter.device.type == "cpu" and start % BLOCK == 0
     compare = compare_compiled if compiled else compare_reference
     return compare(shard, shard.bits(master), shard.bits(parameter), start)

@@ -22,6 +22,7 @@ from manifest.schema import ChunkRef, Manifest, Stats
 from manifest.settle import Patience, wait_for
 from manifest.signing import Signer
 from publisher.adapters.ranks import Ranks
+from publisher.capture import Copies
 from publisher.commit import Commit, PublishHandle, stats_of
 from publisher.config import PublisherConfig
 from publisher.coordinator import check_shared_publish, group_patience
@@ -91,7 +92,7 @@ class Member:
     def capture(
         self,
         records: Iterable[tuple[Shard, StepRecord]],
-        copies: Iterable[Shard] = (),
+        copies: Copies = (),
         *,
         begins: bool = True,
     ) -> None:

@@ -36,8 +36,7 @@ class Shard:
     the box's order, from 0, and blocks are blocks of these numbers. Digests are the catalog tensor's in any case.
 
     `kept`: digest of each block after the last step seen. `changes`: since the base. `step`: the parameter's step
-    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone. `master`: what the
-    optimizer steps in the tensor's place, of its shape, for Source.COPY alone.
+    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone.
     """
 
     id: int
@@ -49,7 +48,6 @@ class Shard:
     changes: ChangeSet = field(init=False)
     snapshot: torch.Tensor | None = field(init=False, default=None)
     step: int = 0
-    master: torch.Tensor | None = None
     box: Region | None = None
 
     def __post_init__(self) -> None:

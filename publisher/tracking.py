@@ -12,7 +12,7 @@ import torch
 from chunkstore.codec import Section
 from manifest.catalog import Catalog
 from manifest.schema import Stats
-from publisher.capture import CaptureStats, capture_copies, capture_steps
+from publisher.capture import CaptureStats, Copies, capture_copies, capture_steps
 from publisher.errors import CaptureLost
 from publisher.find import compile_ahead
 from publisher.optimizers import StepRecord
@@ -58,13 +58,13 @@ class Tracking:
     def capture(
         self,
         records: Iterable[tuple[Shard, StepRecord]],
-        copies: Iterable[Shard] = (),
+        copies: Copies = (),
         *,
         begins: bool = True,
     ) -> None:
         """Account for one optimizer step, before anything else touches the weights or the optimizer's state.
 
-        `records`: what it did to shards found by inversion. `copies`: the shards whose masters it has stepped.
+        `records`: what it did to shards found by inversion. `copies`: shards with the masters that it has stepped.
         `begins`: False if it is more of the step before, as where an optimizer steps its groups one by one.
         Raises CaptureLost if they were touched all the same; then track is lost.
         """

@@ -2,8 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch.optim import Optimizer
 
 from manifest.catalog import Catalog
@@ -124,17 +125,17 @@ class Watched:
                 shard.tensor = piece.part_of(tensor)
                 yield shard, record.of(piece.part_of)
 
-    def copies(self, optimizer: Optimizer) -> Iterator[Shard]:
-        """The shards whose masters `optimizer` has just stepped."""
+    def copies(self, optimizer: Optimizer) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """The shards whose masters `optimizer` has just stepped, with these."""
         for key, tensor in self.adapter.stepped(optimizer):
             if key in self._copied:
                 for number in self._by_key[key]:
-                    self.shards[number].master = self._pieces[number].part_of(tensor)
-                    yield self.shards[number]
+                    yield self.shards[number], self._pieces[number].part_of(tensor)
 
     def _follow(self, pieces: Sequence[Piece]) -> None:
         """`pieces`: of the shards, in their order."""
-        self._pieces = tuple(pieces)
+        # Not their masters: a view of one would keep its memory when it is offloaded between steps.
+        self._pieces = tuple(replace(piece, master=None) for piece in pieces)
         by_key: dict[int, list[int]] = defaultdict(list)
         keys: dict[Source, set[int]] = defaultdict(set)
         for number, (shard, piece) in enumerate(zip(self.shards, pieces, strict=True)):
@@ -191,6 +192,5 @@ def make_shards(plan: WatchPlan) -> tuple[Shard, ...]:
             number, plan.catalog.tensors[number], piece.tensor, source, 0 if box else piece.start, box=box
         )
         shard.step = step
-        shard.master = piece.master if source is Source.COPY else None
         shards.append(shard)
     return tuple(shards)

@@ -23,6 +23,7 @@ from manifest.keys import chunk_key
 from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest
 from manifest.settle import Patience
+from publisher.capture import Copies
 from publisher.commit import Attempt, Commit, PublishHandle
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, PublisherStopped
@@ -98,7 +99,7 @@ class StreamWriter:
     def capture(
         self,
         records: Iterable[tuple[Shard, StepRecord]],
-        copies: Iterable[Shard] = (),
+        copies: Copies = (),
         *,
         begins: bool = True,
     ) -> None:

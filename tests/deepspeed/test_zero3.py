@@ -57,6 +57,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
         ("two_optimizers", ["['copy', 'digest'] 0 unproved, [] wrong"]),
         ("edited", ["['copy', 'digest'] ", "unproved, [] wrong"]),
         (
+            "masters_offloaded",
+            ["0 kept, ['copy', 'digest'] 0 unproved, [] wrong; ['copy', 'digest'] 0 unproved"],
+        ),
+        (
             "offloaded_between",
             ["mapping: DeepSpeed has offloaded its 16-bit shards", "after engine.reload_states", "[] wrong"],
         ),

@@ -2,8 +2,10 @@
 it was told.
 """
 
+import gc
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +143,19 @@ class Probes:
                 engine.module.down.weight.clamp_(max=0.0)
             return self._published(engine, publisher)
 
+    def masters_offloaded(self) -> str:
+        """As engine.offload_states of hp_params does, for what shares the device with the trainer."""
+        engine = self._engine()
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        memory = [_move(master) for master in masters]
+        with self._publisher(engine, "masters") as publisher:
+            told = self._published(engine, publisher)
+            for master in masters:
+                _move(master)
+            gc.collect()
+            kept = sum(there() is not None for there in memory)
+            return f"{kept} kept, {told}; {self._published(engine, publisher)}"
+
     def offloaded_between(self) -> str:
         """The 16-bit shards leave; they come back to other memory, and training goes on."""
         engine = self._engine(frozen=False)  # DeepSpeed itself fails to offload them otherwise
@@ -224,6 +239,13 @@ class Probes:
             and int(commit.manifest.digest_array[number]) != digest(name, weights[name].bfloat16())
         ]
         return f"{wrong} wrong"
+
+
+def _move(tensor: torch.Tensor) -> "weakref.ref[object]":
+    """Give it other memory, which lives as long as what is returned refers to something."""
+    memory = tensor.detach().numpy().copy()
+    tensor.data = torch.from_numpy(memory)
+    return weakref.ref(memory)
 
 
 def _partly(offload: dict[str, Any]) -> dict[str, Any]:

@@ -152,16 +152,15 @@ def test_an_edit_is_sent_by_every_source(source: Source) -> None:
 
 def test_a_copy_beside_its_master() -> None:
     it = columns((700, 200), [64], Source.COPY)
+    masters = [shard.tensor.detach() * 1.003 for shard in it.shards]
     for shard in it.shards:
-        shard.master = shard.tensor.detach() * 1.003
         shard.tensor = shard.tensor.detach().bfloat16()
         shard.__post_init__()
     before = it.bits()
     with ThreadPoolExecutor(1) as threads:
-        capture_copies(it.shards, it.stats, threads)
-    for shard, part in zip(it.shards, it.parts, strict=True):
-        assert shard.master is not None
-        shard.tensor.copy_(shard.master)
+        capture_copies(zip(it.shards, masters, strict=True), it.stats, threads)
+    for shard, master, part in zip(it.shards, masters, it.parts, strict=True):
+        shard.tensor.copy_(master)
         part.data = shard.tensor.float()
     check(it, before)
     assert it.stats.unproved_blocks == 0

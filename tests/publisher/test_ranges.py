@@ -91,12 +91,12 @@ def test_the_other_sources(start: int, source: Source) -> None:
 def test_masters(start: int) -> None:
     parameter = torch.nn.Parameter(torch.randn(N).bfloat16(), requires_grad=False)
     shard = Shard(0, TensorSpec("w", "BF16", (start + N,)), parameter, Source.COPY, start)
-    shard.master = parameter.float() * 1.003
+    master = parameter.float() * 1.003
     it = Trainee(parameter, torch.optim.SGD([torch.ones(1)]), shard, CaptureStats(), torch.Generator())
     before = it.bits()
     with ThreadPoolExecutor(1) as threads:
-        capture_copies([shard], it.stats, threads)
-    parameter.copy_(shard.master)
+        capture_copies([(shard, master)], it.stats, threads)
+    parameter.copy_(master)
     assert check(it, before) >= len(truth(before, it.bits())) > 0
     assert it.stats.unproved_blocks == 0
 
