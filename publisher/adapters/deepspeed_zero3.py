@@ -70,7 +70,7 @@ class Zero3Adapter(GroupwiseAdapter):
         if not _is_cut(tensor):
             yield from super().pieces_of(name, tensor)
             return
-        start, count = _cut(tensor, self._ranks.rank)
+        start, count = _cut(tensor.ds_numel, tensor.partition_numel(), self._ranks.rank)
         if count:
             shard = tensor.ds_tensor.detach()[:count]
             yield Piece(name, shard, start, **self._stepping_of(name, tensor, count))
@@ -179,11 +179,10 @@ def _is_cut(tensor: Any) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def _cut(tensor: Any, rank: int) -> tuple[int, int]:
-    """First element of a rank's shard, and how many it has; what follows them in it is padding."""
-    each = tensor.partition_numel()
-    start = min(rank * each, tensor.ds_numel)
-    return start, min(each, tensor.ds_numel - start)
+def _cut(numel: int, each: int, rank: int) -> tuple[int, int]:
+    """First of `numel` elements in a rank's shard, and how many are in it; the rest of the `each` there is padding."""
+    start = min(rank * each, numel)
+    return start, min(each, numel - start)
 
 
 def _memory(tensor: torch.Tensor) -> int:
