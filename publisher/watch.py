@@ -25,7 +25,8 @@ _WIRE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 class WatchPlan:
     """What to watch and how: what this process publishes, in catalog order, from which source, and the steps taken.
 
-    `refusals`: why a piece cannot be followed as configured, by its number.
+    `refusals`: why a piece cannot be followed as configured, by its number. `stepped`: whether an optimizer steps
+    anything of what this process holds, be it another's to publish.
     """
 
     catalog: Catalog
@@ -33,6 +34,7 @@ class WatchPlan:
     sources: tuple[Source, ...]
     steps: tuple[int, ...]
     refusals: dict[int, str] = field(default_factory=dict)
+    stepped: bool = True
 
     @property
     def inverted(self) -> dict[int, int]:
@@ -62,9 +64,7 @@ class WatchPlan:
                 f"parameter {self.pieces[number].name} {reason}: its steps cannot be inverted",
                 hint=NOT_INVERTIBLE,
             )
-        # A rank that others leave no share for says nothing about the model: the first one has some of what is stepped.
-        whole_model = adapter.ranks == 1 and (self.pieces or not self.catalog.tensors)
-        if whole_model and all(piece.key is None for piece in self.pieces):
+        if adapter.ranks == 1 and not self.stepped:
             raise OptimizerRefused(
                 "no tensor of the model is in the optimizer: there would never be a change to publish",
                 hint="attach the optimizer and the model that belong together",
@@ -157,10 +157,15 @@ def plan_watch(
 
     catalog, held = adapter.together(hold)
     replicas = adapter.replicas(held)
-    return adapter.together(lambda: _plan(adapter, catalog, share(catalog, held, replicas, rank), config))
+    stepped = any(piece.key is not None for piece in held)
+    return adapter.together(
+        lambda: _plan(adapter, catalog, share(catalog, held, replicas, rank), config, stepped)
+    )
 
 
-def _plan(adapter: Adapter, catalog: Catalog, pieces: Sequence[Piece], config: PublisherConfig) -> WatchPlan:
+def _plan(
+    adapter: Adapter, catalog: Catalog, pieces: Sequence[Piece], config: PublisherConfig, stepped: bool
+) -> WatchPlan:
     sources, steps, refusals = [], [], {}
     for number, piece in enumerate(pieces):
         source = _source(piece, catalog, config)
@@ -171,7 +176,7 @@ def _plan(adapter: Adapter, catalog: Catalog, pieces: Sequence[Piece], config: P
                 refusals[number] = refusal
         sources.append(source)
         steps.append(step)
-    return WatchPlan(catalog, tuple(pieces), tuple(sources), tuple(steps), refusals)
+    return WatchPlan(catalog, tuple(pieces), tuple(sources), tuple(steps), refusals, stepped)
 
 
 def _source(piece: Piece, catalog: Catalog, config: PublisherConfig) -> Source:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import distributed
+from torch import distributed, nn
 from torch.optim import AdamW
 
 from chunkstore.errors import ConfigError, StoreUnavailable
@@ -102,6 +102,21 @@ def test_where_all_ranks_have_the_whole_model_the_tensors_are_dealt_out() -> Non
         for name, tensor in models[0].state_dict().items():
             wire = tensor.bfloat16().view(torch.uint16) if tensor.is_floating_point() else tensor
             assert np.array_equal(found[name], wire.reshape(-1).numpy().view(found[name].dtype)), name
+    outcomes([publisher.close for publisher in publishers])
+
+
+def test_a_rank_whose_share_is_frozen_is_a_writer_too() -> None:
+    """What nothing steps is the first rank's; where that is most of the model, all that is stepped is the second's."""
+    store, models = fresh_store(), [nn.Sequential(nn.Linear(40, 40), nn.Linear(3, 3)) for _ in range(2)]
+    config = {"store": {"url": "memory://unused"}, "inference_dtype": "bfloat16"}
+    optimizers = [AdamW(model[1].parameters(), lr=1e-3) for model in models]
+
+    def attaching(rank: int) -> Callable[[], Publisher]:
+        writer = Writer(rank, 2, "run")
+        return lambda: Publisher.attach(optimizers[rank], models[rank], config, store=store, writer=writer)
+
+    publishers = in_parallel([attaching(rank) for rank in range(2)])
+    assert not verify_stream(store).problems
     outcomes([publisher.close for publisher in publishers])
 
 
