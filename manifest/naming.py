@@ -6,35 +6,14 @@ wrapper *is*, wherever it stands; a layer that merely is called `module` keeps i
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
-def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer by canonical name, in module order; tied ones once per name."""
-    return dict(_walk(model, ""))
-
-
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    inner = _unwrapped(module)
-    if inner is not None:
-        yield from _walk(inner, prefix)
-        return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield prefix + name, buffer
-    for name, child_module in module._modules.items():
-        if child_module is not None:
-            yield from _walk(child_module, f"{prefix}{name}.")
-
-
-def _unwrapped(module: nn.Module) -> nn.Module | None:
+def unwrapped(module: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for any other module."""
     inner: nn.Module | None = None
     # Importing dynamo takes a second; what only an imported module can make exists only where it is imported already.
@@ -50,3 +29,28 @@ def _unwrapped(module: nn.Module) -> nn.Module | None:
     elif deepspeed is not None and isinstance(module, deepspeed.DeepSpeedEngine):
         inner = module.module
     return inner
+
+
+Inside = Callable[[nn.Module], nn.Module | None]
+"""What stands for a module in names; None: it itself."""
+
+
+def canonical_tensors(model: nn.Module, inside: Inside = unwrapped) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer by canonical name, in module order; tied ones once per name."""
+    return dict(_walk(model, "", inside))
+
+
+def _walk(module: nn.Module, prefix: str, inside: Inside) -> Iterator[tuple[str, torch.Tensor]]:
+    inner = inside(module)
+    if inner is not None:
+        yield from _walk(inner, prefix, inside)
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer
+    for name, child_module in module._modules.items():
+        if child_module is not None:
+            yield from _walk(child_module, f"{prefix}{name}.", inside)

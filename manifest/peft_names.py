@@ -15,19 +15,22 @@ from manifest.naming import canonical_tensors
 def peft_models(models: Sequence[nn.Module]) -> list[Any]:
     """Every PeftModel among `models` and below them. PEFT is not imported: what it made exists only where it is."""
     peft = sys.modules.get("peft.peft_model")
-    return [] if peft is None else _below(models, peft.PeftModel)
+    if peft is None:
+        return []
+    return [module for model in models for module in model.modules() if isinstance(module, peft.PeftModel)]
 
 
 def peft_layers(models: Sequence[nn.Module]) -> list[Any]:
     """Every layer that PEFT has put in place of another, also without a PeftModel around them."""
+    return [module for model in models for module in model.modules() if is_peft_layer(module)]
+
+
+def is_peft_layer(module: nn.Module) -> bool:
+    """Whether PEFT has put it in place of another."""
     tuners, others = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
     if tuners is None or others is None:
-        return []
-    return _below(models, (tuners.BaseTunerLayer, others.AuxiliaryTrainingWrapper))
-
-
-def _below(models: Sequence[nn.Module], kind: Any) -> list[Any]:
-    return [module for model in models for module in model.modules() if isinstance(module, kind)]
+        return False
+    return isinstance(module, tuners.BaseTunerLayer | others.AuxiliaryTrainingWrapper)
 
 
 class Adapters:

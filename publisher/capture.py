@@ -83,11 +83,11 @@ def _take(running: "deque[tuple[_Capture, Callable[[], Found]]]") -> None:
 
 
 def capture_snapshot(shard: Shard) -> None:
-    """Compare the live bits with the kept copy, exactly; call it at publish."""
+    """Compare the live bits, or those made now, with the kept copy, exactly; call it at publish."""
     snapshot = shard.snapshot
     assert snapshot is not None
     found = _Changed()
-    for start, bits in shard.pieces():
+    for start, bits in shard.pieces(None if shard.made is None else shard.made()):
         stored = shard.part_of(snapshot, start, start + len(bits))
         kept = stored.to(bits.device)  # weights may have been offloaded, or brought back, since
         local = (bits != kept).nonzero().flatten()

@@ -55,9 +55,10 @@ class PublisherConfig(BaseModel):
         default="auto",
         description="auto: invert AdamW and prove it; snapshot: keep a 16-bit copy, any optimizer",
     )
-    lora: Literal["adapter"] | None = Field(
+    lora: Literal["adapter", "merged"] | None = Field(
         default=None,
-        description="of a PEFT model, which is refused without it: adapter: the active adapter alone, as PEFT saves it",
+        description="of a PEFT model, which is refused without it: adapter: the active adapter alone, as PEFT saves "
+        "it; merged: the base model with it merged in",
     )
     takeover: bool = Field(
         default=False, description="claim the stream again if another publisher claims it meanwhile"

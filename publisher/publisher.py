@@ -159,7 +159,9 @@ class Publisher:
             return watched, opened, _writing_end(opened, settings, watched, writer)
 
         watched, store, end = ranks.together(begin)
-        end.open(given.checkpoint)
+        # Merged weights are in no file unless nothing has been learned yet; their base has been compared instead.
+        compared = settings.lora == "merged" and not settings.refer_to_base
+        end.open(None if compared else given.checkpoint)
         if writer is not None and writer.rank == 0:
             log.info("%d writers hold every element exactly once", writer.world_size)
         return cls(LocalFeed(end, watched, Refusals(store) if writer is None else None), adapter)

@@ -1,6 +1,6 @@
 """One published tensor as the trainer holds it, and what is known of its changes since the committed version."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,7 +36,9 @@ class Shard:
     the box's order, from 0, and blocks are blocks of these numbers. Digests are the catalog tensor's in any case.
 
     `kept`: digest of each block after the last step seen. `changes`: since the base. `step`: the parameter's step
-    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone.
+    count when last seen. `snapshot`: flat int16 bits of the last capture, for Source.SNAPSHOT alone. `made`: computes
+    what is published where no live tensor holds it, for Source.SNAPSHOT alone; `tensor` is then the snapshot, whatever
+    was given for it.
     """
 
     id: int
@@ -49,11 +51,15 @@ class Shard:
     snapshot: torch.Tensor | None = field(init=False, default=None)
     step: int = 0
     box: Region | None = None
+    made: Callable[[], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
+        if self.made is not None:
+            self.tensor = self.made().to(self.wire).contiguous()
+            self.snapshot = self.bits(self.tensor).view(-1)
         self.kept = self.digests()
         self.changes = ChangeSet.empty()
-        if self.source is Source.SNAPSHOT:
+        if self.source is Source.SNAPSHOT and self.snapshot is None:
             self.snapshot = torch.empty(self.numel, dtype=torch.int16, device=self.tensor.device)
             for at, bits in self.pieces():
                 self.part_of(self.snapshot, at, at + len(bits)).copy_(bits)
@@ -134,10 +140,16 @@ class Shard:
             yield at, stop
             at = stop
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first flat index, inference bits) of the same ranges."""
+    def follow(self, tensor: torch.Tensor, made: Callable[[], torch.Tensor] | None) -> None:
+        """From now on, this is where the elements are, or how they are made."""
+        if made is None:
+            self.tensor = tensor
+        self.made = made
+
+    def pieces(self, tensor: torch.Tensor | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first flat index, inference bits) of the same ranges, of the live tensor or another."""
         for at, stop in self.cuts():
-            yield at, self.bits(self.part_of(self.tensor, at, stop))
+            yield at, self.bits(self.part_of(self.tensor if tensor is None else tensor, at, stop))
 
     def part_of(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Elements `start` … `stop` of the live tensor, or of another that lies as it does: a master, a moment."""

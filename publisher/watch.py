@@ -139,7 +139,7 @@ class Watched:
         by_key: dict[int, list[int]] = defaultdict(list)
         keys: dict[Source, set[int]] = defaultdict(set)
         for number, (shard, piece) in enumerate(zip(self.shards, pieces, strict=True)):
-            shard.tensor = piece.tensor
+            shard.follow(piece.tensor, piece.made)
             if piece.key is not None:
                 by_key[piece.key].append(number)
                 keys[shard.source].add(piece.key)
@@ -180,6 +180,13 @@ def _plan(
 
 
 def _source(piece: Piece, catalog: Catalog, config: PublisherConfig) -> Source:
+    if piece.made is not None:
+        if not catalog.tensors[catalog.ids[piece.name]].sparse:
+            raise MappingMismatch(
+                f"{piece.name} is computed for rollouts, which only works in 16 bits",
+                hint="set `inference_dtype: bfloat16`",
+            )
+        return Source.SNAPSHOT
     if piece.key is None or not catalog.tensors[catalog.ids[piece.name]].sparse:
         return Source.DIGEST
     if config.detect == "snapshot":
@@ -193,9 +200,9 @@ def make_shards(plan: WatchPlan) -> tuple[Shard, ...]:
     for piece, source, step in zip(plan.pieces, plan.sources, plan.steps, strict=True):
         number, region = plan.catalog.ids[piece.name], piece.region
         box = None if region.stride in ((), (1,)) else region
-        shard = Shard(
-            number, plan.catalog.tensors[number], piece.tensor, source, 0 if box else piece.start, box=box
-        )
+        start = 0 if box else piece.start
+        spec = plan.catalog.tensors[number]
+        shard = Shard(number, spec, piece.tensor, source, start, box=box, made=piece.made)
         shard.step = step
         shards.append(shard)
     return tuple(shards)

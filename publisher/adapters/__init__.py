@@ -75,8 +75,9 @@ def recognise(
             return Zero3Adapter(model, optimizer, ranks)
         return DeepSpeedAdapter(model, optimizer, ranks)
     optimizers = _torch_optimizers(optimizer)
-    selected = partial(select, model, optimizers, masters, lora)
+    selected = partial(select, model, optimizers, masters, lora, checkpoint)
     if writer is not None and writer.owned is not None:
+        _check_not_merged(lora, "shards are named by the caller")
         return GivenAdapter(model, optimizers, masters, ranks, selected())
     if _any(model.modules(), "torch.distributed.fsdp", "FullyShardedDataParallel"):
         raise OptimizerRefused(
@@ -88,6 +89,7 @@ def recognise(
     if _has_dtensors(optimizers, model):
         from publisher.adapters.sharded import ShardedAdapter, reshard
 
+        _check_not_merged(lora, "parameters are DTensors")
         reshard(model)
         return ShardedAdapter(model, optimizers, masters, ranks, selected())
     if writer is None and isinstance(model, DistributedDataParallel):
@@ -152,6 +154,14 @@ def _zero_redundancy(
             "ZeroRedundancyOptimizer is given together with other optimizers or masters", hint="give it alone"
         )
     return ZeroRedundancyAdapter(model, optimizers[0], ranks, selected())
+
+
+def _check_not_merged(lora: Lora | None, why_not: str) -> None:
+    if lora == "merged":
+        raise ConfigError(
+            f"lora: merged is set, but {why_not}: a merged weight is made of whole tensors",
+            hint="`lora: adapter` publishes the adapter, however it is sharded",
+        )
 
 
 def _check_first(model: DistributedDataParallel) -> None:

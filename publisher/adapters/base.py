@@ -36,6 +36,7 @@ class Piece:
     None: its elements follow each other there.
     `key`: identifies what an optimizer steps for it; None: nothing does. `view`: its elements in that, and in the
     moments; None: all of them. `master`: what is stepped in its place, and copied to it only after the step.
+    `made`: computes what is published in the place of `tensor`, of its shape, in new memory.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Piece:
     key: int | None = None
     view: View | None = None
     master: torch.Tensor | None = None
+    made: Callable[[], torch.Tensor] | None = None
 
     @property
     def region(self) -> Region:
@@ -56,6 +58,14 @@ class Piece:
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This piece's elements of what the optimizer steps, or of its moments."""
         return tensor if self.view is None else self.view.of(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What `make` computes of a tensor of the model and others; `parameter` is one of them that an optimizer steps."""
+
+    parameter: torch.Tensor
+    make: Callable[[], torch.Tensor]
 
 
 class Selection(Protocol):
@@ -72,6 +82,9 @@ class Selection(Protocol):
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """The live tensors by canonical name. Raises MappingMismatch if this is no longer what was selected."""
+
+    def made(self, tensor: torch.Tensor) -> Made | None:
+        """What is published in the place of `tensor`, one of those that `named` gave last; None: it itself."""
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,13 +8,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chunkstore.errors import ConfigError
+from manifest.checkpoint import Checkpoint
 from manifest.naming import canonical_tensors
 from manifest.peft_names import ActiveAdapter, peft_layers, peft_models
-from publisher.adapters.base import Selection
-from publisher.adapters.plain import Masters
+from publisher.adapters.base import Made, Selection
+from publisher.adapters.lora_merged import Merged
+from publisher.adapters.plain import Masters, Trained
 from publisher.errors import MappingMismatch, OptimizerRefused
 
-Lora = Literal["adapter"]
+Lora = Literal["adapter", "merged"]
 
 
 class WholeModel:
@@ -29,6 +31,9 @@ class WholeModel:
         """See `Selection`."""
         return canonical_tensors(self._model)
 
+    def made(self, tensor: torch.Tensor) -> Made | None:
+        """See `Selection`: all of it is there."""
+
 
 class AdapterAlone:
     """The active adapter of a PEFT model, as PEFT saves it.
@@ -38,7 +43,7 @@ class AdapterAlone:
 
     whole = False
 
-    def __init__(self, model: nn.Module, peft: Any, trained: "Trained") -> None:
+    def __init__(self, model: nn.Module, peft: Any, trained: Trained) -> None:
         self._model, self._trained = model, trained
         self._adapter = ActiveAdapter(peft, MappingMismatch)
         self.kind = f", PEFT adapter {self._adapter.name!r} alone"
@@ -63,34 +68,27 @@ class AdapterAlone:
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Selection`."""
         named = self._adapter.tensors()
-        published = {id(tensor) for tensor in named.values()}
-        everything = canonical_tensors(self._model)
-        lost = self._trained.of({n: t for n, t in everything.items() if id(t) not in published})
-        if lost:
-            raise MappingMismatch(
-                f"the optimizer trains what PEFT does not save with adapter {self._adapter.name!r}: "
-                + ", ".join(lost[:10]),
-                hint="give Publisher.attach the PEFT model alone, without what stands around it; name layers that are "
-                "trained whole in modules_to_save; freeze other adapters",
-            )
+        self._trained.check_all_of(
+            self._model,
+            named.values(),
+            f"what PEFT does not save with adapter {self._adapter.name!r}",
+            "give Publisher.attach the PEFT model alone, without what stands around it; name layers that are trained "
+            "whole in modules_to_save; freeze other adapters",
+        )
         return named
 
-
-class Trained:
-    """What `optimizers` step, themselves or by `masters`; of what they know, only what requires a gradient."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], masters: Masters) -> None:
-        self._optimizers, self._masters = optimizers, {id(parameter) for parameter, _ in masters}
-
-    def of(self, named: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of what is trained."""
-        stepped = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        stepped |= self._masters
-        return [name for name, tensor in named.items() if tensor.requires_grad and id(tensor) in stepped]
+    def made(self, tensor: torch.Tensor) -> Made | None:
+        """See `Selection`: all of it is there."""
 
 
-def select(model: Any, optimizers: Sequence[Optimizer], masters: Masters, lora: Lora | None) -> Selection:
-    """What of `model` is to be published. `lora`: as in publisher.yaml.
+def select(
+    model: Any,
+    optimizers: Sequence[Optimizer],
+    masters: Masters,
+    lora: Lora | None,
+    checkpoint: Checkpoint | None,
+) -> Selection:
+    """What of `model` is to be published. `lora`: as in publisher.yaml. `checkpoint`: what the run started from.
 
     Raises ConfigError if `lora` does not fit the model; MappingMismatch, OptimizerRefused.
     """
@@ -103,7 +101,10 @@ def select(model: Any, optimizers: Sequence[Optimizer], masters: Masters, lora: 
         if not models:
             found = "the model is no PeftModel" if peft_layers([model]) else "the model has no PEFT layers"
         raise ConfigError(f"lora: {lora} is set, but {found}", hint="give what get_peft_model returned")
-    return AdapterAlone(model, models[0], Trained(optimizers, masters))
+    trained = Trained(optimizers, masters)
+    if lora == "merged":
+        return Merged(model, models[0], trained, checkpoint)
+    return AdapterAlone(model, models[0], trained)
 
 
 def check_no_lora(model: Any, lora: Lora | None, given: str) -> None:
@@ -122,5 +123,6 @@ def _refuse_unasked(model: Any) -> None:
     if found:
         raise ConfigError(
             f"the model has PEFT layers ({type(found[0]).__name__}), and publisher.yaml does not say what to publish",
-            hint="`lora: adapter` publishes the active adapter alone, as PEFT saves it",
+            hint="`lora: adapter` publishes the active adapter alone, as PEFT saves it; `lora: merged` the base model "
+            "with it merged in",
         )

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkstore.digest_torch import digest
 from manifest.catalog import Catalog
+from manifest.naming import canonical_tensors
 from publisher.adapters.base import Piece, Selection
 from publisher.adapters.ranks import ALONE, Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
@@ -30,6 +31,29 @@ class Stepped:
     parameter: torch.Tensor
     optimizer: Optimizer
     group: dict[str, Any]
+
+
+class Trained:
+    """What `optimizers` step, themselves or by `masters`; of what they know, only what requires a gradient."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], masters: Masters) -> None:
+        self._optimizers, self._masters = optimizers, {id(parameter) for parameter, _ in masters}
+
+    def of(self, named: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of what is trained."""
+        stepped = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        stepped |= self._masters
+        return [name for name, tensor in named.items() if tensor.requires_grad and id(tensor) in stepped]
+
+    def check_all_of(
+        self, model: nn.Module, published: Iterable[torch.Tensor], others: str, hint: str
+    ) -> None:
+        """Raises MappingMismatch if more of `model` is trained than is `published`: `others`, as people call it."""
+        known = {id(tensor) for tensor in published}
+        rest = {name: t for name, t in canonical_tensors(model).items() if id(t) not in known}
+        lost = self.of(rest)
+        if lost:
+            raise MappingMismatch(f"the optimizer trains {others}: {', '.join(lost[:10])}", hint=hint)
 
 
 class PlainAdapter:
@@ -93,11 +117,25 @@ class PlainAdapter:
         return [self.everyone] * len(pieces)
 
     def stepping(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """The fields of a Piece that tell what steps `tensor`, a tensor of the model."""
+        """The fields of a Piece that tell what steps `tensor`, a tensor of the model, and what is made of it."""
+        carrier = self.carrier(tensor)
+        made = self._selection.made(tensor)
+        if made is not None:
+            stepped = self._masters.get(id(carrier), carrier)
+            return {"key": id(stepped) if id(stepped) in self._stepped else None, "made": made.make}
         master = self._masters.get(id(tensor))
         if master is not None:
             return {"key": id(master), "master": self.local(master)}
-        return {"key": id(tensor) if id(tensor) in self._stepped else None}
+        return {"key": id(tensor) if id(tensor) in self._stepped and not self.idle(tensor) else None}
+
+    def idle(self, tensor: torch.Tensor) -> bool:
+        """Whether an optimizer that has `tensor` only carries it along, as often the frozen rest beside adapters."""
+        return not (self._selection.whole or tensor.requires_grad or self._selection.made(tensor))
+
+    def carrier(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What an optimizer steps, or may step, for `tensor`: itself, or what goes into what is made of it."""
+        made = self._selection.made(tensor)
+        return tensor if made is None else made.parameter
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this process has of it."""

@@ -39,10 +39,9 @@ class ZeroRedundancyAdapter(PlainAdapter):
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""
         stepping = self.stepping(tensor)
-        if stepping["key"] is not None:
+        others = id(self.carrier(tensor)) in self._shared and not self.idle(tensor)
+        if stepping["key"] is not None or not others:
             yield Piece(name, tensor, **stepping)
-        elif id(tensor) not in self._shared:
-            yield Piece(name, tensor)
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`."""

@@ -1,6 +1,7 @@
 """How torch spreads a policy over ranks: each layout as its users write it."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,17 @@ from publisher.group import Writer
 LR, DECAY = 2e-5, 0.1
 
 
+State = dict[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Layout:
     """`policy`: which. `spread`: makes of it, in place, what is trained. `optimizer`: of that.
 
     `config`: of the publisher. `same_data`: so many neighbouring ranks train on the same batches.
 
-    `everyone`: all ranks publish; else only the first. `dtype`: of the parameters.
+    `everyone`: all ranks publish; else only the first. `dtype`: of the parameters. `serves`: the policy that rollouts
+    have, if it is another, and `truth`: what that is, from the trainer's model and its gathered weights.
     """
 
     policy: str
@@ -39,6 +44,8 @@ class Layout:
     dtype: torch.dtype = torch.float32
     config: dict[str, Any] | None = None
     same_data: int = 1
+    serves: str | None = None
+    truth: Callable[[nn.Module, State], State] = lambda model, state: state
 
 
 def ddp(policy: nn.Module, world_size: int) -> nn.Module:
@@ -120,7 +127,14 @@ def clip(model: nn.Module, limit: float) -> None:
         grad.mul_(scale)
 
 
+def merged(model: Any, state: State) -> State:
+    """What PEFT makes of the model, in a copy."""
+    whole: State = deepcopy(model.module).merge_and_unload().state_dict()
+    return whole
+
+
 ADAPTER = {"lora": "adapter"}
+MERGED: dict[str, Any] = {"config": {"lora": "merged"}, "serves": "base", "truth": merged}
 
 LAYOUTS = {
     "DDP, the first rank": Layout("even", ddp, everyone=False),
@@ -131,9 +145,10 @@ LAYOUTS = {
     "FSDP2, bf16 parameters": Layout("even", fsdp_plain, dtype=torch.bfloat16, config={"detect": "snapshot"}),
     "FSDP2, columns": Layout("even", columns),
     "HSDP": Layout("odd", hybrid, world_size=4),
-    "LoRA, DDP, the first rank": Layout("lora", ddp, everyone=False, config=ADAPTER),
-    "LoRA, DDP, every rank a share": Layout("lora", ddp, writer=Writer.of_process_group, config=ADAPTER),
+    "LoRA, DDP": Layout("lora", ddp, writer=Writer.of_process_group, config=ADAPTER),
     "LoRA, ZeroRedundancyOptimizer": Layout("lora", ddp, zero, config=ADAPTER),
+    "LoRA merged, DDP": Layout("lora", ddp, writer=Writer.of_process_group, **MERGED),
+    "LoRA merged, ZeroRedundancyOptimizer": Layout("lora", ddp, zero, **MERGED),
     "LoRA, FSDP2": Layout("lora", fsdp, config=ADAPTER),
     "FSDP2 × TP": Layout("llama", tensor_parallel, single_tensor, world_size=4, same_data=2),
 }

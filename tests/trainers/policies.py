@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -51,21 +52,19 @@ class Policy(LanguageModel):
 
 def adapted(seed: int, **options: Any) -> Any:
     """A PEFT model with an adapter of `seed`, fp32 as PEFT makes it, over a base that is always the same."""
-    from peft import LoraConfig, get_peft_model
-
-    base = policy("even", seed=0).model
+    base = policy("base", seed=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-        return get_peft_model(LanguageModel(base), LoraConfig(init_lora_weights=False, **config | options))
+        return get_peft_model(base, LoraConfig(**{"init_lora_weights": False} | config | options))
 
 
 def policy(name: str, seed: int) -> Any:
     """`name`: even, odd (sizes that no two ranks divide; tied embeddings), llama (no norm inside a head), spare (even,
-    and a parameter that is never used), or lora.
+    and a parameter that is never used), lora, or what that adapts, base.
     """
     if name == "lora":
-        return adapted(seed)
+        return adapted(seed, target_modules=r".*_proj")
     common: dict[str, Any] = {
         "num_hidden_layers": 2,
         "max_position_embeddings": 64,
@@ -77,6 +76,11 @@ def policy(name: str, seed: int) -> Any:
         if name == "llama":
             config = LlamaConfig(**EVEN, **common, num_key_value_heads=2, tie_word_embeddings=False)
             return Policy(LlamaForCausalLM(config))
+        if name == "base":
+            config = Qwen3Config(
+                **EVEN, **common, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False
+            )
+            return LanguageModel(Qwen3ForCausalLM(config))
         sizes, odd = (ODD, True) if name == "odd" else (EVEN, False)
         heads = 1 if odd else 2
         made = Policy(

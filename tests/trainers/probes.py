@@ -76,6 +76,11 @@ class Probes:
         fully_shard(model)
         return self.attach(AdamW(model.parameters()), model)
 
+    def merged_shards(self) -> str:
+        model = adapted(1)
+        fully_shard(model)
+        return self.attach(AdamW(model.parameters()), model, lora="merged")
+
     def twice(self) -> str:
         """Both ranks take the first shard for theirs: one claims it twice, nobody the other."""
         model = Small()

@@ -66,7 +66,7 @@ def main(name: str, rank: int, world_size: int, root: str, meeting: str, crash_a
         version = publisher.version if commit is None else commit.version
         if rank == 0:
             asked = folder / f"state-{version}-{step}.pt"
-            save(asked, state)
+            save(asked, layout.truth(model, state))
             await_absence(asked)
         distributed.barrier()
 

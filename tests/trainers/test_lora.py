@@ -24,10 +24,11 @@ from publisher.errors import MappingMismatch, OptimizerRefused
 from publisher.publisher import Publisher
 from subscriber.errors import EngineMismatch
 from tests.publisher.zoo import adamw, attach, fresh_store, published, wire_bits
-from tests.trainers.policies import LanguageModel, adapted, policy
+from tests.trainers.policies import adapted, policy
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA": {},
+    "rank-stabilized, of many layers": {"use_rslora": True, "target_modules": "all-linear"},
     "DoRA": {"use_dora": True},
     "biases of adapted layers": {"bias": "lora_only"},
     "all biases": {"bias": "all"},
@@ -129,7 +130,7 @@ def test_an_export_is_an_adapter_that_peft_loads(variant: str, tmp_path: Path) -
     wanted = {name: tensor.detach().bfloat16() for name, tensor in saved(model).items()}
     files = load_file(out / "adapter_model.safetensors")
     assert files.keys() == wanted.keys()
-    loaded = PeftModel.from_pretrained(LanguageModel(policy("even", seed=0).model), out)
+    loaded = PeftModel.from_pretrained(policy("base", seed=0), out)
     for name, tensor in saved(loaded).items():
         assert files[name].equal(wanted[name]), name
         assert tensor.bfloat16().equal(wanted[name]), name
@@ -215,7 +216,7 @@ def test_an_adapter_that_is_switched_is_an_error_until_it_is_back() -> None:
 
 def test_without_a_choice_nothing_is_published() -> None:
     model = adapted(1)
-    injected = inject(LoraConfig(target_modules=["q_proj"]), policy("even", seed=0).model)
+    injected = inject(LoraConfig(target_modules=["q_proj"]), policy("base", seed=0).model)
     for one in (model, model.get_base_model(), injected):
         with pytest.raises(
             ConfigError, match=r"PEFT layers \((PeftModel\w*|Linear)\).*`lora: adapter` publishes"
@@ -226,7 +227,7 @@ def test_without_a_choice_nothing_is_published() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda: policy("even", seed=0), "lora: adapter is set, but the model has no PEFT layers"),
+        (lambda: policy("base", seed=0), "lora: adapter is set, but the model has no PEFT layers"),
         (lambda: adapted(1).get_base_model(), "lora: adapter is set, but the model is no PeftModel"),
         (lambda: nn.ModuleList([adapted(1), adapted(2)]), "the model has 2 PeftModels"),
     ],
@@ -258,7 +259,7 @@ def test_what_peft_would_not_save_is_refused_by_name() -> None:
     with pytest.raises(MappingMismatch, match=r"2 adapters are active \('default', 'other'\)"):
         attach(several, adamw(several), fresh_store(), **ADAPTER)
     prompts = get_peft_model(
-        policy("even", seed=0).model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        policy("base", seed=0).model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     )
     with pytest.raises(
         MappingMismatch, match=r"PROMPT_TUNING\) is not in the model as it is: prompt_embeddings"

@@ -14,7 +14,7 @@ from tests.trainers.world import World
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_rollouts_hold_what_the_trainer_gathers(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
-    world, size = World(tmp_path, main, layout.policy), layout.world_size
+    world, size = World(tmp_path, main, layout.serves or layout.policy), layout.world_size
     assert world.run(name, size) == [0] * size
     newest = world.checked[-1]
     assert newest >= 5
@@ -41,7 +41,7 @@ def test_a_rank_that_is_killed_and_a_restart_with_other_ranks(
     name: str, point: str, then: str, size: int, tmp_path: Path
 ) -> None:
     """The new trainer continues the chain: what it holds is compared with it by digests, whatever the layout."""
-    world = World(tmp_path, main, LAYOUTS[name].policy)
+    world = World(tmp_path, main, LAYOUTS[name].serves or LAYOUTS[name].policy)
     assert world.run(name, LAYOUTS[name].world_size, {1: point})[1] == -signal.SIGKILL
     before = world.checked[-1]
     assert before >= 1
