@@ -20,6 +20,7 @@ from torch.optim import AdamW
 import deltasync
 from chunkstore.digest_torch import digest
 from chunkstore.errors import DeltasyncError
+from tests.support.processes import PROCESSES
 from tests.trainers.layouts import ddp, zero
 from tests.trainers.policies import adapted, policy
 
@@ -252,13 +253,32 @@ class Probes:
 def main(rank: int, folder: str, meeting: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
-    probes, told = Probes(rank, Path(folder)), {}
-    for name in (name for name in vars(Probes) if not name.startswith("_") and name != "attach"):
+    ask(Probes(rank, Path(folder)))
+
+
+def ask(probes: Any) -> None:
+    """Write down what each of the `probes` of a rank tells, in their `folder`; the end of torch.distributed."""
+    told = {}
+    for name in (name for name in vars(type(probes)) if not name.startswith("_") and name != "attach"):
         probe: Callable[[], str] = getattr(probes, name)
         try:
             told[name] = probe()
         except DeltasyncError as error:
             told[name] = f"{error.kind}: {error}"
         distributed.barrier()
-    Path(folder, f"told-{rank}.json").write_text(json.dumps(told))
+    Path(probes.folder, f"told-{probes.rank}.json").write_text(json.dumps(told))
     distributed.destroy_process_group()
+
+
+def answers(main: Callable[[int, str, str], None], folder: Path) -> list[dict[str, str]]:
+    """What each of two ranks that run `main` was told, by probe."""
+    ranks = [
+        PROCESSES.Process(target=main, args=(rank, str(folder), str(folder / "meeting"))) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(200)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]

@@ -1,11 +1,8 @@
 """What attach and explain say about layouts that are wrong, or that cannot be published."""
 
-import json
-
 import pytest
 
-from tests.support.processes import PROCESSES
-from tests.trainers.probes import main
+from tests.trainers.probes import answers, main
 
 Told = dict[str, str]
 
@@ -13,17 +10,7 @@ Told = dict[str, str]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     """What each of two ranks was told."""
-    folder = tmp_path_factory.mktemp("probes")
-    ranks = [
-        PROCESSES.Process(target=main, args=(rank, str(folder), str(folder / "meeting"))) for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    return answers(main, tmp_path_factory.mktemp("probes"))
 
 
 @pytest.mark.parametrize(
