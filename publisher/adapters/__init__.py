@@ -69,11 +69,12 @@ def recognise(
         _check_alone("Megatron-Core", masters, writer)
         return MegatronAdapter(model, optimizer, ranks, checkpoint)
     if _is_deepspeed(optimizer):
-        check_no_lora(model, lora, "DeepSpeed's optimizer")
         _check_alone("DeepSpeed", masters, writer)
         if _any([optimizer], "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"):
+            check_no_lora(model, lora, "DeepSpeed ZeRO-3's optimizer")
             return Zero3Adapter(model, optimizer, ranks)
-        return DeepSpeedAdapter(model, optimizer, ranks)
+        _check_not_merged(lora, "DeepSpeed cuts parameters among the ranks")
+        return DeepSpeedAdapter(model, optimizer, ranks, lora)
     optimizers = _torch_optimizers(optimizer)
     selected = partial(select, model, optimizers, masters, lora, checkpoint)
     if writer is not None and writer.owned is not None:
@@ -93,7 +94,15 @@ def recognise(
         reshard(model)
         return ShardedAdapter(model, optimizers, masters, ranks, selected())
     if writer is None and isinstance(model, DistributedDataParallel):
-        _check_first(model)
+        _check_first(model.process_group)
+    if _any([model], "deepspeed.runtime.engine", "DeepSpeedEngine"):
+        if _is_deepspeed(model.optimizer):
+            raise OptimizerRefused(
+                f"{type(optimizers[0]).__name__} is the optimizer inside DeepSpeed's, which steps masters of its own",
+                hint="give the optimizer that deepspeed.initialize returned",
+            )
+        if writer is None:
+            _check_first(model.seq_data_parallel_group)
     return PlainAdapter(model, optimizers, masters, ranks, selection=selected())
 
 
@@ -164,8 +173,8 @@ def _check_not_merged(lora: Lora | None, why_not: str) -> None:
         )
 
 
-def _check_first(model: DistributedDataParallel) -> None:
-    rank, size = distributed.get_rank(model.process_group), distributed.get_world_size(model.process_group)
+def _check_first(group: distributed.ProcessGroup) -> None:
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     if rank:
         raise ConfigError(
             f"rank {rank} of {size} would publish the whole model, as rank 0 may do already",

@@ -5,6 +5,7 @@ publishes of every tensor what lies in its own part. Nothing of DeepSpeed is imp
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from manifest.catalog import Catalog
 from publisher.adapters.base import Piece, same_bits
 from publisher.adapters.flat import Flat
 from publisher.adapters.groupwise import REPORT, SUPPORTED, GroupwiseAdapter
-from publisher.adapters.lora import WholeModel
+from publisher.adapters.lora import Lora, select
 from publisher.adapters.plain import check_readable
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
@@ -37,37 +38,52 @@ _REFUSED: Final = {
 """Other optimizers, and why not."""
 
 
-class DeepSpeedAdapter(GroupwiseAdapter):
-    """`optimizer`: what deepspeed.initialize returned. `model`: its engine, or the module in it.
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A trained parameter, and what this rank has of its group. `at`: where in that it would begin; before 0, or behind
+    the end, other ranks have it.
+    """
 
-    Raises OptimizerRefused, MappingMismatch.
+    parameter: torch.Tensor
+    flat: Flat
+    at: int
+
+
+class DeepSpeedAdapter(GroupwiseAdapter):
+    """`optimizer`: what deepspeed.initialize returned. `model`: its engine, or the module in that.
+    `lora`: as in publisher.yaml.
+
+    Raises OptimizerRefused, MappingMismatch, ConfigError.
     """
 
     kind = "DeepSpeed"
 
-    def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, lora: Lora | None) -> None:
         _check_followed(optimizer, model, ranks)
-        super().__init__(model, [optimizer.optimizer], (), ranks, selection=WholeModel(model))
         self._optimizer = optimizer
-        self._placed = dict(_placed(optimizer))
+        self._placed = _placed(optimizer)
+        masters = [(placed.parameter, placed.flat.master) for placed in self._placed.values()]
+        selection = select(model, [optimizer.optimizer], masters, lora, None)
+        super().__init__(model, [optimizer.optimizer], (), ranks, selection=selection)
         self.ranks = ranks.size
-        self.kind = _kind(optimizer)
+        self.kind = _kind(optimizer) + selection.kind
 
     def pieces(self, catalog: Catalog) -> list[Piece]:
         """See `Adapter`."""
-        self._placed = dict(_placed(self._optimizer))
+        self._placed = _placed(self._optimizer)
         return super().pieces(catalog)
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""
         check_readable(name, tensor)
-        if id(tensor) not in self._placed:
+        placed = self._placed.get(id(tensor))
+        if placed is None:
             yield Piece(name, tensor)
             return
-        flat, at = self._placed[id(tensor)]
-        first, stop = max(at, 0), min(at + tensor.numel(), flat.own.numel())
+        at, own = placed.at, placed.flat.own.numel()
+        first, stop = max(at, 0), min(at + tensor.numel(), own)
         if first < stop:
-            yield flat.piece(name, first - at, first, stop - first)
+            yield placed.flat.piece(name, first - at, first, stop - first)
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`. What is not trained, all ranks have."""
@@ -117,8 +133,8 @@ def _check_followed(optimizer: Any, model: nn.Module, ranks: Ranks) -> None:
         size = distributed.get_world_size(group)
         if size != ranks.size:
             problems.append(
-                f"{size} of {ranks.size} ranks share a group of parameters: with tensor or pipeline parallelism not all"
-                " have the same ones"
+                f"{size} ranks share a group of parameters, and {ranks.size} attach: with tensor, pipeline or expert"
+                " parallelism not all have the same ones"
             )
     if problems:
         raise OptimizerRefused(
@@ -126,13 +142,9 @@ def _check_followed(optimizer: Any, model: nn.Module, ranks: Ranks) -> None:
         )
 
 
-def _placed(optimizer: Any) -> Iterator[tuple[int, tuple[Flat, int]]]:
-    """By `id()` of each trained parameter, what this rank has of its group, and where in that it would begin: before 0,
-    or behind the end, where other ranks have it.
-
-    Where parameters lie is told by their memory, not by DeepSpeed's own map, which is another with
-    round_robin_gradients. Raises MappingMismatch.
-    """
+def _placed(optimizer: Any) -> dict[int, Placed]:
+    """Every trained parameter, by its `id()`. Where they lie is told by their memory. Raises MappingMismatch."""
+    found = {}
     lists = (getattr(optimizer, name) for name in _BUFFERS[type(optimizer).__name__])
     for number, (group, whole, master) in enumerate(zip(*lists, strict=True)):
         ranks = optimizer.real_dp_process_group[number]
@@ -146,7 +158,8 @@ def _placed(optimizer: Any) -> Iterator[tuple[int, tuple[Flat, int]]]:
             )
         for parameter in group:
             if parameter.numel():
-                yield id(parameter), (flat, _offset(parameter, whole) - first)
+                found[id(parameter)] = Placed(parameter, flat, _offset(parameter, whole) - first)
+    return found
 
 
 def _offset(parameter: torch.Tensor, whole: torch.Tensor) -> int:

@@ -19,22 +19,22 @@ CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": Fals
 class Layout:
     """`kind`: how the adapter names it. `config`: of DeepSpeed, without the parts that all have (`settings`).
 
-    `policy`: which. `prepare`: changes it in place. `optimizer`: of that, as deepspeed.initialize gets it.
-    `inference_dtype`: of what is published. `overflows`: whether DeepSpeed skips steps whose gradients are not finite.
-    `accumulate`: batches per step. `sources`: that are found, besides `digest` for what is not trained.
+    `policy`: which. `prepare`: changes it in place. `optimizer`: of that, as deepspeed.initialize gets it;
+    None: `config` says which. `inference_dtype`: of what is published.
+    `accumulate`: batches per step. `sources`: of changes in what is trained. `untrained`: is published too.
     """
 
     kind: str
     config: dict[str, Any]
     policy: str = "odd"
-    optimizer: Callable[[nn.Module], Optimizer] = lambda model: AdamW(groups(model), lr=LR)
+    optimizer: Callable[[nn.Module], Optimizer | None] = lambda model: AdamW(groups(model), lr=LR)
     prepare: Callable[[nn.Module], object] = lambda model: None
     construct: Callable[[dict[str, Any]], AbstractContextManager[object]] = lambda settings: nullcontext()
     inference_dtype: str = "bfloat16"
-    overflows: bool = True
     accumulate: int = 2
     publisher: dict[str, Any] = field(default_factory=dict)
     sources: frozenset[str] = frozenset({"copy"})
+    untrained: bool = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -63,12 +63,21 @@ def dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def cpu_adam(model: nn.Module) -> Optimizer:
-    """Its kernel is compiled when it is first used."""
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+
+
+def cpu_adam(model: nn.Module, **options: Any) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    optimizer: Optimizer = DeepSpeedCPUAdam(groups(model), lr=LR)
+    optimizer: Optimizer = DeepSpeedCPUAdam(groups(model), lr=LR, **options)
     return optimizer
+
+
+def matrices(model: nn.Module) -> None:
+    """What Muon steps; the rest it leaves to Adam."""
+    for name, parameter in model.named_parameters():
+        parameter.use_muon = parameter.ndim == 2 and "layers" in name  # type: ignore[attr-defined]
 
 
 def freeze(model: nn.Module) -> None:
@@ -106,9 +115,7 @@ FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
 LAYOUTS = {
     "ZeRO-1": Layout("DeepSpeed ZeRO-1 (AdamW)", BF16 | SAME_DTYPE | zero(1)),
     "ZeRO-2": Layout("DeepSpeed ZeRO-2 (AdamW)", BF16 | zero(2), "even"),
-    "BF16_Optimizer": Layout(
-        "DeepSpeed BF16_Optimizer (AdamW)", BF16 | FP32_GRADS | zero(1), overflows=False
-    ),
+    "BF16_Optimizer": Layout("DeepSpeed BF16_Optimizer (AdamW)", BF16 | FP32_GRADS | zero(1)),
     "ZeRO-1, DeepSpeedCPUAdam": Layout(
         "DeepSpeed ZeRO-1 (DeepSpeedCPUAdam)", BF16 | SAME_DTYPE | zero(1), optimizer=cpu_adam
     ),
@@ -119,7 +126,6 @@ LAYOUTS = {
         "DeepSpeed BF16_Optimizer (DeepSpeedCPUAdam)",
         BF16 | FP32_GRADS | zero(1),
         optimizer=cpu_adam,
-        overflows=False,
     ),
     "ZeRO-1, offloaded, torch's AdamW": Layout(
         "DeepSpeed ZeRO-1 (AdamW)", BF16 | SAME_DTYPE | zero(1, **CPU), accumulate=1
@@ -127,16 +133,38 @@ LAYOUTS = {
     "ZeRO-2, round robin": Layout(
         "DeepSpeed ZeRO-2 (AdamW)", BF16 | zero(2, round_robin_gradients=True, overlap_comm=True)
     ),
+    "ZeRO-2, Muon": Layout(
+        "DeepSpeed ZeRO-2 (MuonWithAuxAdam)",
+        BF16 | zero(2) | {"optimizer": {"type": "Muon", "params": {"lr": LR, "weight_decay": DECAY}}},
+        "even",
+        optimizer=lambda model: None,
+        prepare=matrices,
+    ),
     "ZeRO-1, fp16": Layout(
         "DeepSpeed ZeRO-1 (AdamW)", FP16 | zero(1), inference_dtype="float16", accumulate=1
     ),
-    "ZeRO-2, fp32": Layout("DeepSpeed ZeRO-2 (AdamW)", zero(2), overflows=False),
+    "ZeRO-2, fp32": Layout("DeepSpeed ZeRO-2 (AdamW)", zero(2)),
     "ZeRO-2, frozen and unused": Layout(
         "DeepSpeed ZeRO-2 (AdamW)",
         BF16 | zero(2),
         "spare",
         prepare=freeze,
-        optimizer=lambda model: AdamW([p for p in model.parameters() if p.requires_grad], lr=LR),
+        optimizer=adamw,
+    ),
+    "ZeRO-2, LoRA": Layout(
+        "DeepSpeed ZeRO-2 (AdamW), PEFT adapter 'default' alone",
+        BF16 | zero(2),
+        "lora",
+        optimizer=adamw,
+        publisher={"lora": "adapter"},
+        untrained=False,
+    ),
+    "ZeRO-1, 16-bit masters": Layout(
+        "DeepSpeed ZeRO-1 (DeepSpeedCPUAdam)",
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+        | SAME_DTYPE
+        | zero(1, **CPU),
+        optimizer=lambda model: cpu_adam(model, fp32_optimizer_states=False),
     ),
     "ZeRO-1, snapshot": Layout(
         "DeepSpeed ZeRO-1 (AdamW)",

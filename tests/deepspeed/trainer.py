@@ -31,15 +31,18 @@ class Trainer:
             with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
                 model.load_state_dict(weights)
         layout.prepare(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=layout.optimizer(model), config=layout.settings, lr_scheduler=_schedule
+            model=model,
+            optimizer=layout.optimizer(model),
+            model_parameters=trained,  # where the configuration has the optimizer
+            config=layout.settings,
+            lr_scheduler=_schedule,
         )
         self._batches = torch.Generator().manual_seed(1000 + rank)
 
     def step(self, *, skipped: bool = False) -> None:
-        """One step of the optimizer. `skipped`: with gradients that are not finite, where DeepSpeed then skips it."""
-        if skipped and not self.layout.overflows:
-            return
+        """One step of the optimizer. `skipped`: gradients are not finite, and so DeepSpeed skips it."""
         before = self.engine.skipped_steps
         for _ in range(self.layout.accumulate):
             loss = self.engine(torch.randint(0, 500, (2, 24), generator=self._batches))
