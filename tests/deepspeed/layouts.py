@@ -74,12 +74,6 @@ def cpu_adam(model: nn.Module, **options: Any) -> Optimizer:
     return optimizer
 
 
-def matrices(model: nn.Module) -> None:
-    """What Muon steps; the rest it leaves to Adam."""
-    for name, parameter in model.named_parameters():
-        parameter.use_muon = parameter.ndim == 2 and "layers" in name  # type: ignore[attr-defined]
-
-
 def freeze(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
@@ -132,13 +126,6 @@ LAYOUTS = {
     ),
     "ZeRO-2, round robin": Layout(
         "DeepSpeed ZeRO-2 (AdamW)", BF16 | zero(2, round_robin_gradients=True, overlap_comm=True)
-    ),
-    "ZeRO-2, Muon": Layout(
-        "DeepSpeed ZeRO-2 (MuonWithAuxAdam)",
-        BF16 | zero(2) | {"optimizer": {"type": "Muon", "params": {"lr": LR, "weight_decay": DECAY}}},
-        "even",
-        optimizer=lambda model: None,
-        prepare=matrices,
     ),
     "ZeRO-1, fp16": Layout(
         "DeepSpeed ZeRO-1 (AdamW)", FP16 | zero(1), inference_dtype="float16", accumulate=1
