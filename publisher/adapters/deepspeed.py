@@ -48,6 +48,11 @@ class Placed:
     flat: Flat
     at: int
 
+    def piece(self, name: str) -> Piece | None:
+        """What this rank has of it; None: nothing."""
+        first, stop = max(self.at, 0), min(self.at + self.parameter.numel(), self.flat.own.numel())
+        return self.flat.piece(name, first - self.at, first, stop - first) if first < stop else None
+
 
 class DeepSpeedAdapter(GroupwiseAdapter):
     """`optimizer`: what deepspeed.initialize returned. `model`: its engine, or the module in that.
@@ -77,13 +82,9 @@ class DeepSpeedAdapter(GroupwiseAdapter):
         """See `PlainAdapter`."""
         check_readable(name, tensor)
         placed = self._placed.get(id(tensor))
-        if placed is None:
-            yield Piece(name, tensor)
-            return
-        at, own = placed.at, placed.flat.own.numel()
-        first, stop = max(at, 0), min(at + tensor.numel(), own)
-        if first < stop:
-            yield placed.flat.piece(name, first - at, first, stop - first)
+        piece = Piece(name, tensor) if placed is None else placed.piece(name)
+        if piece is not None:
+            yield piece
 
     def replicas(self, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
         """See `Adapter`. What is not trained, all ranks have."""
