@@ -35,6 +35,11 @@ class ZeroRedundancyAdapter(PlainAdapter):
         self.ranks = ranks.size
         # Those of now: what is added later stays the first rank's, to which every step brings it.
         self._shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(self.carrier(tensor)) in self._shared for tensor in self.named().values()):
+            raise OptimizerRefused(
+                "no tensor of the model is in the optimizer: there would never be a change to publish",
+                hint="attach the optimizer and the model that belong together",
+            )
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""

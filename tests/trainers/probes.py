@@ -42,9 +42,11 @@ class Probes:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder = rank, folder
 
-    def attach(self, optimizer: Any, model: nn.Module, **config: Any) -> str:
-        url = str(self.folder / "nobody-writes-here")
-        deltasync.Publisher.attach(optimizer, model, {"store": {"url": url}, **CONFIG, **config}).close()
+    def attach(
+        self, optimizer: Any, model: nn.Module, writer: deltasync.Writer | None = None, **config: Any
+    ) -> str:
+        settings = {"store": {"url": str(self.folder / "nobody-writes-here")}, **CONFIG, **config}
+        deltasync.Publisher.attach(optimizer, model, settings, writer=writer).close()
         return "attached"
 
     def shifted(self) -> str:
@@ -199,6 +201,10 @@ class Probes:
         model = ddp(policy("even", 0), 2)
         explained = deltasync.explain(zero(model), model)
         return f"{explained.kind} {explained.ranks} {explained.problems} {sorted(explained.sources)}"
+
+    def strangers(self) -> str:
+        """An optimizer of another model: on no rank would anything ever change."""
+        return self.attach(zero(Small()), DistributedDataParallel(Small()))
 
     def columns(self) -> str:
         model = Small()
