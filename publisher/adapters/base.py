@@ -62,10 +62,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What `make` computes of a tensor of the model and others; `parameter` is one of them that an optimizer steps."""
+    """What `make` computes of a tensor of the model and of `parts`, one or more, which an optimizer steps."""
 
-    parameter: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     make: Callable[[], torch.Tensor]
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The first part that is trained, or that could be."""
+        return next((part for part in self.parts if part.requires_grad), self.parts[0])
 
 
 class Selection(Protocol):

@@ -139,12 +139,11 @@ def _carriers(layer: Any) -> list[nn.Parameter]:
 
 def _made(layer: Any) -> Iterator[tuple[torch.Tensor, Made]]:
     """The base's parameters that merging changes."""
-    carriers = _carriers(layer)
+    carriers = tuple(_carriers(layer))
     if carriers:
-        stepped = next((p for p in carriers if p.requires_grad), carriers[0])
         names = ["weight", "bias"] if any(map(layer.lora_bias.get, layer.active_adapters)) else ["weight"]
         for name in names:
-            yield getattr(layer.base_layer, name), Made(stepped, partial(_merge, layer, name))
+            yield getattr(layer.base_layer, name), Made(carriers, partial(_merge, layer, name))
 
 
 def _merge(layer: Any, name: str) -> torch.Tensor:

@@ -184,11 +184,14 @@ class PlainAdapter:
 
     def _copies(self, catalog: Catalog) -> dict[str, int]:
         """Digests of what this rank steps, or has beside others, by tensor and place: the name, a space, and more."""
-        return {
-            place(piece): digest(piece.name, piece.tensor)
-            for piece in self.pieces(catalog)
-            if piece.key is not None
-        }
+        found = {}
+        for piece in self.pieces(catalog):
+            if piece.key is not None:
+                found[place(piece)] = digest(piece.name, piece.tensor)
+                made = self._selection.made(piece.tensor)
+                for number, part in enumerate(made.parts if made else ()):
+                    found[f"{place(piece)} {number}"] = digest(piece.name, part.detach())
+        return found
 
     def _masters_of(self, masters: Masters) -> dict[int, torch.Tensor]:
         """The master of each parameter, by the parameter's `id()`."""

@@ -48,8 +48,12 @@ SERVER_ARGS: Final[tuple[_Check, ...]] = (
         _other_than("none"),
         "elastic expert parallelism moves experts at run time: launch without --elastic-ep-backend",
     ),
-    ("enable_lora", bool, "LoRA adapters are not synced: launch without --enable-lora, train merged weights"),
-    ("lora_paths", bool, "LoRA adapters are not synced: launch without --lora-paths, train merged weights"),
+    (
+        "enable_lora",
+        bool,
+        "LoRA adapters are not synced: launch without --enable-lora, publish `lora: merged`",
+    ),
+    ("lora_paths", bool, "LoRA adapters are not synced: launch without --lora-paths, publish `lora: merged`"),
     (
         "speculative_algorithm",
         bool,

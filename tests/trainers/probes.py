@@ -206,6 +206,12 @@ class Probes:
         """An optimizer of another model: on no rank would anything ever change."""
         return self.attach(zero(Small()), DistributedDataParallel(Small()))
 
+    def merged_drifted(self) -> str:
+        """Adapters of the same shape over the same base, on each rank another."""
+        model = adapted(1 + self.rank)
+        writer = deltasync.Writer.of_process_group()
+        return self.attach(AdamW(model.parameters()), model, writer=writer, lora="merged")
+
     def columns(self) -> str:
         model = Small()
         fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))

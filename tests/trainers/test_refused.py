@@ -29,6 +29,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
             ],
         ),
         ("unasked", ["config: ", "has PEFT layers"]),
+        ("merged_drifted", ["mapping: ", "model.layers.0.self_attn.q_proj.weight differs from what rank 0"]),
         ("strangers", ["optimizer_refused: no tensor of the model is in the optimizer"]),
         ("merged_shards", ["config: lora: merged is set, but parameters are DTensors"]),
         ("drifted", ["mapping", "rank 1: up.weight differs from what rank 0 holds of it"]),
