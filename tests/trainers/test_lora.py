@@ -136,11 +136,15 @@ def test_an_export_is_an_adapter_that_peft_loads(variant: str, tmp_path: Path) -
         assert tensor.bfloat16().equal(wanted[name]), name
 
 
-def test_a_rollout_holds_the_adapter_and_keeps_its_base(tmp_path: Path) -> None:
-    model, rollout = adapted(1), adapted(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_a_rollout_holds_the_adapter_and_keeps_its_base(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As docs/trainers.md says: in bf16 the adapter is made in the dtype of its base."""
+    model = adapted(1)
+    config = LoraConfig(r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "down_proj"])
+    rollout = get_peft_model(policy("base", seed=0).to(dtype), config, autocast_adapter_dtype=False)
     before = {n: p.clone() for n, p in rollout.named_parameters() if "lora_" not in n}
     optimizer = adamw(model, lr=1e-3)
-    config = {"store": {"url": str(tmp_path / "stream")}, "inference_dtype": "float32", **ADAPTER}
+    settings = {"store": {"url": str(tmp_path / "stream")}, "inference_dtype": str(dtype)[6:], **ADAPTER}
     subscriber = deltasync.Subscriber(
         deltasync.SubscriberConfig.model_validate(
             {
@@ -153,7 +157,7 @@ def test_a_rollout_holds_the_adapter_and_keeps_its_base(tmp_path: Path) -> None:
         ),
         deltasync.TorchEngine(rollout),
     )
-    with Publisher.attach(optimizer, model, config) as publisher:
+    with Publisher.attach(optimizer, model, settings) as publisher:
         subscriber.start()
         try:
             for step in steps(model, optimizer, 5):
@@ -161,7 +165,7 @@ def test_a_rollout_holds_the_adapter_and_keeps_its_base(tmp_path: Path) -> None:
                 if commit is not None:
                     subscriber.wait_for(commit.version, timeout=60)
                 held = saved(rollout)
-                assert all(held[name].equal(tensor) for name, tensor in saved(model).items())
+                assert all(held[name].equal(tensor.to(dtype)) for name, tensor in saved(model).items())
         finally:
             subscriber.stop()
     assert all(p.equal(before[n]) for n, p in rollout.named_parameters() if "lora_" not in n)
