@@ -114,10 +114,10 @@ def case(breakable: Breakable, tmp_path: Path) -> Iterator[Case]:
         with Proxy(breakable.server) as proxy:
             follower = Follower(proxy.url, trainer, **TIMEOUTS)
             case = Case(breakable, trainer, follower, Watcher(breakable.server), proxy, {})
-            follower.subscriber.start()
-            follower.reach(trainer.publish())
-            case.learn(1)
             try:
+                follower.subscriber.start()
+                follower.reach(trainer.publish())
+                case.learn(1)
                 with case.watcher:
                     yield case
                     case.follower.reach(trainer.version)
