@@ -70,11 +70,9 @@ def recognise(
         return MegatronAdapter(model, optimizer, ranks, checkpoint)
     if _is_deepspeed(optimizer):
         _check_alone("DeepSpeed", masters, writer)
-        if _any([optimizer], "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"):
-            check_no_lora(model, lora, "DeepSpeed ZeRO-3's optimizer")
-            return Zero3Adapter(model, optimizer, ranks)
         _check_not_merged(lora, "DeepSpeed cuts parameters among the ranks")
-        return DeepSpeedAdapter(model, optimizer, ranks, lora)
+        cut = _any([optimizer], "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
+        return (Zero3Adapter if cut else DeepSpeedAdapter)(model, optimizer, ranks, lora)
     optimizers = _torch_optimizers(optimizer)
     selected = partial(select, model, optimizers, masters, lora, checkpoint)
     if writer is not None and writer.owned is not None:

@@ -13,7 +13,7 @@ from torch import distributed, nn
 from manifest.catalog import Catalog
 from publisher.adapters.base import Piece, View, same_bits
 from publisher.adapters.groupwise import REPORT, SUPPORTED, GroupwiseAdapter
-from publisher.adapters.lora import WholeModel
+from publisher.adapters.lora import Lora, select
 from publisher.adapters.plain import Stepped
 from publisher.adapters.ranks import Ranks
 from publisher.errors import MappingMismatch, OptimizerRefused
@@ -25,17 +25,22 @@ class Zero3Adapter(GroupwiseAdapter):
     """`optimizer`: DeepSpeed's own, as deepspeed.initialize returned it. `model`: the engine, or what it trains.
 
     A parameter in it is empty: `ds_shape` is its shape, `ds_tensor` this rank's shard, whole ones that are gathered
-    or persistent are copies. What is no such parameter (buffers) every rank has whole. Raises OptimizerRefused.
+    or persistent are copies. What is no such parameter (buffers) every rank has whole. `lora`: as in publisher.yaml.
+
+    Raises OptimizerRefused, MappingMismatch, ConfigError.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, lora: Lora | None) -> None:
         _check_followed(optimizer, ranks)
         inner = [optimizer.optimizer]
         if optimizer.offload_optimizer and optimizer.partial_offload != 1.0:
             inner.append(optimizer.backup_optimizer)  # steps what stays on the accelerator
-        super().__init__(model, inner, (), ranks, selection=WholeModel(model))
-        self._zero, self.ranks = optimizer, ranks.size
         flats = optimizer.fp32_partitioned_groups_flat
+        stepped = zip(optimizer.fp16_groups, flats, strict=True)
+        masters = [(parameter, flat) for group, flat in stepped for parameter in group]
+        selection = select(model, inner, masters, lora, None)
+        super().__init__(model, inner, (), ranks, selection=selection)
+        self._zero, self.ranks = optimizer, ranks.size
         groups = [
             optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[i]] for i in range(len(flats))
         ]
@@ -44,7 +49,7 @@ class Zero3Adapter(GroupwiseAdapter):
             id(flat): Stepped(flat, optimizer.optimizer, group)
             for flat, group in zip(flats, groups, strict=True)
         }
-        self.kind = f"DeepSpeed ZeRO-3 ({type(optimizer.optimizer).__name__})"
+        self.kind = f"DeepSpeed ZeRO-3 ({type(optimizer.optimizer).__name__})" + selection.kind
 
     def named(self) -> Mapping[str, torch.Tensor]:
         """See `Adapter`. Parameters are on the meta device; tied ones are one there, too."""

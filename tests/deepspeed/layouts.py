@@ -74,6 +74,14 @@ def cpu_adam(model: nn.Module, **options: Any) -> Optimizer:
     return optimizer
 
 
+def leaves(model: nn.Module) -> None:
+    """ZeRO-3 gathers each of these in one piece."""
+    from deepspeed.utils import set_z3_leaf_modules
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+    assert set_z3_leaf_modules(model, [Qwen3MLP])
+
+
 def freeze(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
@@ -171,6 +179,7 @@ LAYOUTS = {
         BF16 | zero3(persistent=1000, **CPU, offload_param={"device": "cpu", "pin_memory": False}),
         "even",
         optimizer=cpu_adam,
+        prepare=leaves,
     ),
     "ZeRO-3, offloaded, torch's AdamW": Layout("DeepSpeed ZeRO-3 (AdamW)", BF16 | zero3(**CPU), accumulate=1),
     "ZeRO-3, fp16": Layout(
@@ -183,6 +192,17 @@ LAYOUTS = {
         "spare",
         prepare=freeze,
         optimizer=lambda model: AdamW([p for p in model.parameters() if p.requires_grad], lr=LR),
+    ),
+    "ZeRO-3, torch_autocast": Layout(
+        "DeepSpeed ZeRO-3 (AdamW)", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} | zero3()
+    ),
+    "ZeRO-3, LoRA": Layout(
+        "DeepSpeed ZeRO-3 (AdamW), PEFT adapter 'default' alone",
+        BF16 | zero3(persistent=500),
+        "lora",
+        optimizer=adamw,
+        publisher={"lora": "adapter"},
+        untrained=False,
     ),
     "ZeRO-3, snapshot": Layout(
         "DeepSpeed ZeRO-3 (AdamW)",

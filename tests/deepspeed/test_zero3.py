@@ -1,11 +1,9 @@
 """What attach says about ZeRO-3 that is wrong or cannot be followed, and what is published when it is unusual."""
 
-import json
-
 import pytest
 
 from tests.deepspeed.zero3_probes import main
-from tests.support.processes import PROCESSES
+from tests.trainers.probes import answers
 
 Told = dict[str, str]
 
@@ -13,17 +11,7 @@ Told = dict[str, str]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     """What each of two ranks was told."""
-    folder = tmp_path_factory.mktemp("probes")
-    ranks = [
-        PROCESSES.Process(target=main, args=(rank, str(folder), str(folder / "meeting"))) for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(240)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    return answers(main, tmp_path_factory.mktemp("probes"))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ it was told.
 """
 
 import gc
-import json
 import os
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from publisher.adapters.deepspeed_zero3 import _cut as right
 from publisher.commit import Commit
 from publisher.publisher import Publisher
 from tests.deepspeed.layouts import BF16, CPU, zero3
+from tests.trainers.probes import ask
 
 CUT = "publisher.adapters.deepspeed_zero3._cut"
 SETTINGS = BF16 | zero3()
@@ -256,12 +256,4 @@ def main(rank: int, folder: str, meeting: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
     distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
-    probes, told = Probes(rank, Path(folder)), {}
-    for name in (name for name in vars(Probes) if not name.startswith("_")):
-        try:
-            told[name] = getattr(probes, name)()
-        except DeltasyncError as error:
-            told[name] = f"{error.kind}: {error}"
-        distributed.barrier()
-    Path(folder, f"told-{rank}.json").write_text(json.dumps(told))
-    distributed.destroy_process_group()
+    ask(Probes(rank, Path(folder)))
