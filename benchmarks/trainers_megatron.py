@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import deltasync
 from benchmarks.trainers import LR, shape
 from tests.megatron import training
 from tests.megatron.models import Layout, begin, cpu
-from tests.support.tiny_models import save_llama
 
 from megatron.core import dist_checkpointing  # isort: skip  # after its preparation for the CPU
 
@@ -55,7 +56,8 @@ def trainer(name: str, parameters: int, folder: Path) -> Iterator[MegatronTraine
     """See `Framework`."""
     base, layout = folder / "base", _LAYOUTS[name]
     if distributed.get_rank() == 0:
-        save_llama(base, seed=1, **shape(parameters))
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**shape(parameters))).bfloat16().save_pretrained(base)
     distributed.barrier()
     with cpu.on_cpu():
         begin(layout)
