@@ -70,6 +70,7 @@ class DeepSpeedAdapter(GroupwiseAdapter):
         masters = [(placed.parameter, placed.flat.master) for placed in self._placed.values()]
         selection = select(model, [optimizer.optimizer], masters, lora, None)
         super().__init__(model, [optimizer.optimizer], (), ranks, selection=selection)
+        self.check_belongs(parameter for parameter, _ in masters)
         self.ranks = ranks.size
         self.kind = _kind(optimizer) + selection.kind
 

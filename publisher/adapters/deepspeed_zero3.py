@@ -40,6 +40,7 @@ class Zero3Adapter(GroupwiseAdapter):
         masters = [(parameter, flat) for group, flat in stepped for parameter in group]
         selection = select(model, inner, masters, lora, None)
         super().__init__(model, inner, (), ranks, selection=selection)
+        self.check_belongs(parameter for parameter, _ in masters)
         self._zero, self.ranks = optimizer, ranks.size
         groups = [
             optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[i]] for i in range(len(flats))

@@ -96,6 +96,9 @@ class Probes:
         bias = self._trainer.engine.module.bias
         return self._again(masters=[(bias, bias)])
 
+    def another_model(self) -> str:
+        return self.attach(self._trainer.optimizer, nn.Linear(3, 3))
+
     def some_of_the_ranks(self) -> str:
         groups = [distributed.new_group([rank]) for rank in range(2)]
         return self._again(writer=deltasync.Writer.of_process_group(group=groups[self.rank]))

@@ -27,6 +27,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
         ("spool", ["config", "DeepSpeed ZeRO-1 (AdamW)", "with `spool` one process"]),
         ("lora", ["config", "lora: adapter is set, but "]),
         ("masters", ["optimizer_refused", "DeepSpeed's optimizer is given together with masters"]),
+        ("another_model", ["optimizer_refused", "no parameter of the model is in the optimizer"]),
         ("some_of_the_ranks", ["optimizer_refused", "2 ranks share a group of parameters, and 1 attach"]),
         ("inner_optimizer", ["optimizer_refused", "AdamW is the optimizer inside DeepSpeed's"]),
         ("module_alone", ["DeepSpeed ZeRO-1 (AdamW); writer ", " of 2", "every element has one owner"]),

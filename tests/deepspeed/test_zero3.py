@@ -39,6 +39,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
             ],
         ),
         ("another_kind", ["optimizer_refused", "SuperOffload is not DeepSpeedZeroOptimizer_Stage3 itself"]),
+        ("another_model", ["optimizer_refused", "no parameter of the model is in the optimizer"]),
         ("other_ranks", ["optimizer_refused", "down.weight is cut among ranks ["]),
         ("in_place", ["['digest', 'inversion'] 0 unproved, [] wrong"]),
         ("in_place_by_another", ["optimizer_refused", "is stepped by SGD, which is not torch.optim.Adam"]),

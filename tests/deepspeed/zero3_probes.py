@@ -108,6 +108,11 @@ class Probes:
         engine.optimizer.__class__ = type("SuperOffload", (DeepSpeedZeroOptimizer_Stage3,), {})
         return self._attach(engine)
 
+    def another_model(self) -> str:
+        config = {"store": {"url": str(self.folder / "nobody-writes-here")}, **CONFIG}
+        Publisher.attach(self._engine().optimizer, Small(), config).close()
+        return "attached"
+
     def other_ranks(self) -> str:
         """As experts are cut among some of the ranks."""
         engine = self._engine()
