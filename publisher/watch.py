@@ -126,7 +126,9 @@ class Watched:
                 yield shard, record.of(piece.part_of)
 
     def copies(self, optimizer: Optimizer) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """The shards whose masters `optimizer` has just stepped, with these."""
+        """The shards whose masters `optimizer` has just stepped, with these. Raises MappingMismatch as `refresh`."""
+        if self._copied and self.adapter.moved():  # the old bits are not where they were
+            self.refresh()
         for key, tensor in self.adapter.stepped(optimizer):
             if key in self._copied:
                 for number in self._by_key[key]:

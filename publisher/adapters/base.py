@@ -154,6 +154,9 @@ class Adapter(Protocol):
     def stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
         """Key, and what is stepped, of all that `optimizer` has just stepped. In its step post-hook."""
 
+    def moved(self) -> bool:
+        """Whether `pieces` would tell of other memory than it did last. In step post-hooks: it costs nearly nothing."""
+
     def begins_step(self, optimizer: Optimizer) -> bool:
         """Whether what `optimizer` has just done counts as a step, and not as more of the one before.
 

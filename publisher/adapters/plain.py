@@ -164,6 +164,10 @@ class PlainAdapter:
         """See `Adapter`."""
         return ((id(parameter), self.local(parameter)) for parameter in stepped(optimizer))
 
+    def moved(self) -> bool:
+        """See `Adapter`: what is replaced here is seen at publish."""
+        return False
+
     def begins_step(self, optimizer: Optimizer) -> bool:
         """See `Adapter`."""
         return True

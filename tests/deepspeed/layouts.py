@@ -22,6 +22,7 @@ class Layout:
     `policy`: which. `prepare`: changes it in place. `optimizer`: of that, as deepspeed.initialize gets it;
     None: `config` says which. `inference_dtype`: of what is published.
     `accumulate`: batches per step. `sources`: of changes in what is trained. `untrained`: is published too.
+    `offloads`: between steps the device is lent to others.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Layout:
     publisher: dict[str, Any] = field(default_factory=dict)
     sources: frozenset[str] = frozenset({"copy"})
     untrained: bool = True
+    offloads: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -160,6 +162,9 @@ LAYOUTS = {
         | SAME_DTYPE
         | zero(1, **CPU),
         optimizer=lambda model: cpu_adam(model, fp32_optimizer_states=False),
+    ),
+    "ZeRO-2, offloaded between steps": Layout(
+        "DeepSpeed ZeRO-2 (AdamW)", BF16 | zero(2), "even", offloads=True, accumulate=1
     ),
     "ZeRO-1, snapshot": Layout(
         "DeepSpeed ZeRO-1 (AdamW)",
