@@ -66,7 +66,7 @@ class DeepSpeedAdapter(GroupwiseAdapter):
     def __init__(self, model: nn.Module, optimizer: Any, ranks: Ranks, lora: Lora | None) -> None:
         _check_followed(optimizer, model, ranks)
         self._optimizer = optimizer
-        self._look()
+        self._placed = _placed(optimizer)
         masters = [(placed.parameter, placed.flat.master) for placed in self._placed.values()]
         selection = select(model, [optimizer.optimizer], masters, lora, None)
         super().__init__(model, [optimizer.optimizer], (), ranks, selection=selection)
@@ -76,15 +76,15 @@ class DeepSpeedAdapter(GroupwiseAdapter):
 
     def pieces(self, catalog: Catalog) -> list[Piece]:
         """See `Adapter`."""
-        self._look()
+        self.look()
+        self._placed = _placed(self._optimizer)
         return super().pieces(catalog)
 
-    def moved(self) -> bool:
-        """See `Adapter`: engine.offload_states takes the buffers away, and engine.reload_states makes others."""
-        return self._homes != _homes(self._optimizer)
-
-    def _look(self) -> None:
-        self._placed, self._homes = _placed(self._optimizer), _homes(self._optimizer)
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """See `GroupwiseAdapter`."""
+        _, flats, _ = _BUFFERS[type(self._optimizer).__name__]
+        found: list[torch.Tensor] = getattr(self._optimizer, flats)
+        return found
 
     def pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         """See `PlainAdapter`."""
@@ -149,12 +149,6 @@ def _check_followed(optimizer: Any, model: nn.Module, ranks: Ranks) -> None:
         raise OptimizerRefused(
             "this DeepSpeed optimizer cannot be followed: " + "; ".join(problems), hint=SUPPORTED
         )
-
-
-def _homes(optimizer: Any) -> list[int]:
-    """The addresses of the flat buffers of parameters."""
-    _, flats, _ = _BUFFERS[type(optimizer).__name__]
-    return [flat.data_ptr() for flat in getattr(optimizer, flats)]
 
 
 def _placed(optimizer: Any) -> dict[int, Placed]:

@@ -68,8 +68,14 @@ class Zero3Adapter(GroupwiseAdapter):
                 "DeepSpeed has offloaded its 16-bit shards (lp_params), and may show others in their place meanwhile",
                 hint="attach and publish before engine.offload_states, or after engine.reload_states",
             )
+        self.look()
         live = super().named()
         return [piece for spec in catalog.tensors for piece in self.pieces_of(spec.name, live[spec.name])]
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """See `GroupwiseAdapter`."""
+        found: list[torch.Tensor] = self._zero.fp16_partitioned_groups_flat
+        return found
 
     def pieces_of(self, name: str, tensor: Any) -> Iterator[Piece]:
         """See `PlainAdapter`."""

@@ -1,6 +1,6 @@
 """What DeepSpeed's ZeRO optimizers have in common: the inner one steps a flat tensor per group, one after the other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -20,6 +20,23 @@ class GroupwiseAdapter(PlainAdapter):
 
     _since: frozenset[int] = frozenset()
     """What has been stepped since the step began, by key."""
+
+    _homes: tuple[int, ...] = ()
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The flat buffers that this rank's pieces lie in, as they are now."""
+        raise NotImplementedError
+
+    def look(self) -> None:
+        """Remember where they are."""
+        self._homes = self._addresses()
+
+    def moved(self) -> bool:
+        """See `Adapter`: engine.offload_states takes the buffers away, and engine.reload_states makes others."""
+        return self._homes != self._addresses()
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(buffer.data_ptr() for buffer in self.buffers())
 
     def check_belongs(self, trained: Iterable[torch.Tensor]) -> None:
         """`trained`: what has masters. Raises OptimizerRefused if nothing of it is in the model."""

@@ -209,6 +209,9 @@ LAYOUTS = {
         publisher={"lora": "adapter"},
         untrained=False,
     ),
+    "ZeRO-3, offloaded between steps": Layout(
+        "DeepSpeed ZeRO-3 (AdamW)", BF16 | zero3(), "even", offloads=True, accumulate=1
+    ),
     "ZeRO-3, snapshot": Layout(
         "DeepSpeed ZeRO-3 (AdamW)",
         BF16 | zero3(),

@@ -56,7 +56,8 @@ class Trainer:
     def _lend_the_device(self) -> None:
         """Take the parameters away and bring them back, which on a CPU leaves them where they are."""
         self.engine.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
-        for flat in self.optimizer.bit16_groups_flat:
+        cut = hasattr(self.optimizer, "lp_param_buffer")  # as ZeRO-3's are
+        for flat in [self.optimizer.lp_param_buffer] if cut else self.optimizer.bit16_groups_flat:
             flat.data = flat.data.clone()
         self.engine.reload_states()
 
