@@ -71,6 +71,14 @@ def stats_of(taken: Taken, uploaded: Uploaded) -> Stats:
     )
 
 
+def newest_of(version: int, outcome: "Future[Commit | None] | None") -> int:
+    """The newest version known to be committed: `version`, or what the attempt after it is known to have committed."""
+    if outcome is None or not outcome.done() or outcome.cancelled() or outcome.exception() is not None:
+        return version
+    commit = outcome.result()
+    return version if commit is None else max(version, commit.version)
+
+
 @dataclass
 class Attempt:
     """One try at one version. `taken` is kept until the commit is known, to be put back if it failed.

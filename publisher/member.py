@@ -23,7 +23,7 @@ from manifest.settle import Patience, wait_for
 from manifest.signing import Signer
 from publisher.adapters.ranks import Ranks
 from publisher.capture import Copies
-from publisher.commit import Commit, PublishHandle, stats_of
+from publisher.commit import Commit, PublishHandle, newest_of, stats_of
 from publisher.config import PublisherConfig
 from publisher.coordinator import check_shared_publish, group_patience
 from publisher.errors import AttemptAbandoned, CaptureLost, PublisherStopped, WriterMissing, WriterReplaced
@@ -68,7 +68,7 @@ class Member:
     def version(self) -> int:
         """The newest version known to be committed."""
         assert self._base is not None
-        return self._base.version
+        return newest_of(self._base.version, None if self._pending is None else self._pending.future)
 
     def open(self, checkpoint: Checkpoint | None) -> None:
         """Join the coordinator of this run: with version 0 on an empty stream, else by telling it what is held here.

@@ -136,7 +136,7 @@ class Session:
         writer = StreamWriter(self._store, self._config, catalog, shards, self._still)
         writer.open(checkpoint)
         self._writer = writer
-        self._report.opened(writer.newest)
+        self._report.opened(writer.base)
         log.info("a trainer shares %d tensors in state %s", len(shards), request.state)
         crash_point("sidecar.opened")
 

@@ -19,7 +19,7 @@ from chunkstore.errors import Action, DeltasyncError
 from manifest.catalog import Catalog
 from manifest.errors import CommitUnknown
 from manifest.naming import canonical_tensors
-from publisher.commit import Commit, PublishHandle
+from publisher.commit import PublishHandle, newest_of
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, MappingMismatch, PublisherStopped, SidecarBusy, SidecarUnavailable
 from publisher.link import Link, Outcome
@@ -93,7 +93,7 @@ class SidecarFeed:
 
     @property
     def version(self) -> int:
-        return self._version
+        return newest_of(self._version, self._previous)
 
     @property
     def catalog(self) -> Catalog:
@@ -191,14 +191,9 @@ class SidecarFeed:
         seq = next(self._numbers)
         groups = [g for o in self._optimizers for g in self._groups(o)] if self._missed else []
         message = Publish(seq=seq, train_step=train_step, anchor=anchor, missed=self._missed, groups=groups)
-        outcome.add_done_callback(self._note_version)
         with self._shared.file.held(seq):
             self._version = self._link.request(message, self._timeout, outcome)
         self._missed = 0
-
-    def _note_version(self, outcome: "Future[Commit | None]") -> None:
-        if outcome.exception() is None and (commit := outcome.result()) is not None:
-            self._version = max(self._version, commit.version)
 
     def _miss(self, reason: str) -> None:
         if not self._missed:

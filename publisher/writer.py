@@ -24,7 +24,7 @@ from manifest.log import VersionLog, create_or_open_stream, put_catalog
 from manifest.schema import Manifest
 from manifest.settle import Patience
 from publisher.capture import Copies
-from publisher.commit import Attempt, Commit, PublishHandle
+from publisher.commit import Attempt, Commit, PublishHandle, newest_of
 from publisher.config import PublisherConfig
 from publisher.errors import CaptureLost, PublisherStopped
 from publisher.mapping import verify_against_files
@@ -71,11 +71,11 @@ class StreamWriter:
     def version(self) -> int:
         """The newest version known to be committed."""
         assert self._base is not None
-        return self._base.version
+        return newest_of(self._base.version, None if self._attempt is None else self._attempt.future)
 
     @property
-    def newest(self) -> Commit:
-        """The same, with its manifest and the times in that."""
+    def base(self) -> Commit:
+        """What the next version builds on, with its manifest and the times in that."""
         assert self._base is not None
         return Commit(self._base.version, self._base, dict(self._base.stats.seconds))
 

@@ -237,7 +237,7 @@ def test_steps_are_captured_while_the_upload_lags(tmp_path: Path) -> None:
         slow.open.set()
         commit = first.result(WAIT)
         assert commit is not None
-        assert commit.version == 1
+        assert commit.version == publisher.version == 1
         second = publisher.publish().result(WAIT)
         assert second is not None
         assert second.manifest.optimizer_steps == 2

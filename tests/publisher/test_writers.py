@@ -41,6 +41,7 @@ def test_all_make_one_stream(world_size: int) -> None:
             crew.step(step)
             manifest = crew.commit(step)
             assert manifest.version == step
+            assert {publisher.version for publisher in crew.publishers} == {step}
             assert manifest.kind == "delta"
             assert manifest.stats.unproved_blocks == 0
             assert manifest.stats.elements == sum(manifest.stats.sources.values())
