@@ -1,7 +1,7 @@
 """The adapter of a PEFT model, by the names under which PEFT saves it: the same on both sides of a stream."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,22 +92,37 @@ class ActiveAdapter(Adapters):
         Without the base's embedding, which PEFT saves beside an adapter of it: nothing steps it.
         Raises `error` also for what PEFT does not save as it is in the model.
         """
-        from peft import get_peft_model_state_dict
-
         self.check()
         live = canonical_tensors(self.model)
-        saved: dict[str, torch.Tensor] = get_peft_model_state_dict(
-            self.model, state_dict=dict(live), adapter_name=self.name, save_embedding_layers=False
-        )
+        saved = self._saved(live, self.name)
         known = {id(tensor) for tensor in live.values()}
         others = [n for n, t in saved.items() if id(t) not in known or not n.startswith(ADAPTER_PREFIX)]
         if others or not saved:
             method = getattr(self.model.peft_config[self.name].peft_type, "value", "unknown")
+            if not saved:
+                raise self.error(
+                    f"the model has no layer of adapter {self.name} ({method})",
+                    hint="merge_and_unload and unload take them out of it: use a copy of the model for that",
+                )
             raise self.error(
                 f"what PEFT saves of adapter {self.name} ({method}) is not in the model as it is: "
-                + (", ".join(others[:10]) or "nothing"),
-                hint="LoRA and whatever else lies in layers of the model is supported; prompts are not",
+                + ", ".join(others[:10]),
+                hint="LoRA, and whatever else lies whole in layers of the model, is supported; prompts, and what "
+                "several layers share, as with VeRA, are not",
             )
+        return saved
+
+    def of_all(self) -> list[torch.Tensor]:
+        """The live tensors of all adapters, active or not."""
+        live = canonical_tensors(self.model)
+        return [tensor for name in self.model.peft_config for tensor in self._saved(live, name).values()]
+
+    def _saved(self, live: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+        from peft import get_peft_model_state_dict
+
+        saved: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self.model, state_dict=dict(live), adapter_name=name, save_embedding_layers=False
+        )
         return saved
 
 

@@ -91,6 +91,12 @@ class Selection(Protocol):
     def made(self, tensor: torch.Tensor) -> Made | None:
         """What is published in the place of `tensor`, one of those that `named` gave last; None: it itself."""
 
+    def check_rest(self, local: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raises MappingMismatch if what is not published, and rollouts have already, is not what it first was.
+
+        `local`: what this process holds of a tensor of the model.
+        """
+
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one dtype hold the same bits in the same order; on any devices."""

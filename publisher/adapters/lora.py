@@ -1,12 +1,13 @@
 """PEFT models: whether the adapter is published or the model with it is said by `lora`, and never guessed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from chunkstore.digest_torch import digest
 from chunkstore.errors import ConfigError
 from manifest.checkpoint import Checkpoint
 from manifest.naming import canonical_tensors
@@ -34,11 +35,14 @@ class WholeModel:
     def made(self, tensor: torch.Tensor) -> Made | None:
         """See `Selection`: all of it is there."""
 
+    def check_rest(self, local: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `Selection`: there is none."""
+
 
 class AdapterAlone:
     """The active adapter of a PEFT model, as PEFT saves it.
 
-    Whatever else of `model` the optimizers train is refused: the stream would not tell of it.
+    Whatever else of `model` the optimizers train is refused, and so is a base that changes: the stream would not tell.
     """
 
     whole = False
@@ -46,6 +50,7 @@ class AdapterAlone:
     def __init__(self, model: nn.Module, peft: Any, trained: Trained) -> None:
         self._model, self._trained = model, trained
         self._adapter = ActiveAdapter(peft, MappingMismatch)
+        self._base: dict[str, int] = {}
         self.kind = f", PEFT adapter {self._adapter.name!r} alone"
         named = self.named()
         if not trained.of(named):
@@ -62,7 +67,7 @@ class AdapterAlone:
         if tied:
             raise MappingMismatch(
                 f"{'; '.join(tied[:10])} are one tensor, which PEFT would load as two",
-                hint="leave one of them out of modules_to_save",
+                hint="leave one of them out of modules_to_save, and ensure_weight_tying out of the configuration",
             )
 
     def named(self) -> Mapping[str, torch.Tensor]:
@@ -79,6 +84,24 @@ class AdapterAlone:
 
     def made(self, tensor: torch.Tensor) -> Made | None:
         """See `Selection`: all of it is there."""
+
+    def check_rest(self, local: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `Selection`: the base, by digests. What belongs to other adapters may change."""
+        adapters = {id(tensor) for tensor in self._adapter.of_all()}
+        base = {
+            name: digest(name, local(tensor))
+            for name, tensor in canonical_tensors(self._model).items()
+            if id(tensor) not in adapters
+        }
+        self._base = self._base or base
+        changed = sorted(name for name in self._base if base.get(name) != self._base[name])
+        if changed:
+            raise MappingMismatch(
+                f"the base under adapter {self._adapter.name!r} changed, which no rollout learns of: "
+                + ", ".join(changed[:10]),
+                hint="load the base's weights again; merge_adapter and unmerge_adapter leave them rounded otherwise, "
+                "and a layer that is trained by itself belongs in modules_to_save",
+            )
 
 
 def select(

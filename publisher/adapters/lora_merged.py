@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -71,6 +71,9 @@ class Merged:
     def made(self, tensor: torch.Tensor) -> Made | None:
         """See `Selection`."""
         return self._made.get(id(tensor))
+
+    def check_rest(self, local: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `Selection`: there is none."""
 
     def _inside(self, module: Any) -> nn.Module | None:
         """What stands in a module's place once all is merged."""

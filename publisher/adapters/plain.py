@@ -95,6 +95,7 @@ class PlainAdapter:
     def pieces(self, catalog: Catalog) -> list[Piece]:
         """See `Adapter`."""
         live = self.named()
+        self._selection.check_rest(self.local)
         tied: dict[str, list[torch.Tensor]] = {spec.name: [live[spec.name]] for spec in catalog.tensors}
         for alias, name in catalog.aliases.items():
             tied[name].append(live[alias])

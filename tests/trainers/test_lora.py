@@ -184,12 +184,13 @@ def switch(model: Any) -> None:
             "'default', 'other', and had",
         ),
         (lambda model: model.merge_adapter(), "'default' is merged into the base weights in place"),
+        (lambda model: model.merge_and_unload(), r"no layer of adapter default \(LORA\)"),
         (
             lambda model: model.get_base_model().model.lm_head.requires_grad_(True),
             r"trains .*lm_head\.weight",
         ),
     ],
-    ids=["added", "merged", "unfrozen"],
+    ids=["added", "merged", "unloaded", "unfrozen"],
 )
 def test_what_changes_midway_is_an_error(change: Callable[[Any], None], words: str) -> None:
     model, store = adapted(1), fresh_store()
@@ -214,6 +215,45 @@ def test_an_adapter_that_is_switched_is_an_error_until_it_is_back() -> None:
             model.set_adapter("default")
             commit = publisher.publish(step).result()
         assert commit is not None
+        wanted, found = wire_bits(publisher.catalog, saved(model)), published(store, 1)
+        assert all((found[name] == bits).all() for name, bits in wanted.items())
+
+
+def merge_and_back(model: Any, optimizer: AdamW) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def train_the_head(model: Any, optimizer: AdamW) -> None:
+    head = model.get_base_model().model.lm_head.requires_grad_(True)
+    for _ in steps(model, optimizer, 1, seed=5):
+        pass
+    head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [merge_and_back, train_the_head])
+def test_a_base_that_changed_is_an_error_until_it_is_back(change: Callable[[Any, AdamW], None]) -> None:
+    """Also if all looks as before: W + d - d is not W in bf16, and what was trained for a while stays trained."""
+    model, store = adapted(1), fresh_store()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    model.set_adapter("default")
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    base = {n: p.detach().clone() for n, p in model.named_parameters() if ".default." not in n}
+    with attach(model, optimizer, store, **ADAPTER) as publisher:
+        for _ in steps(model, optimizer, 2):
+            pass
+        change(model, optimizer)
+        with pytest.raises(MappingMismatch, match=r"the base under adapter 'default' changed.*(_proj|head)"):
+            publisher.publish(1)
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                if name in base:
+                    # What belongs to another adapter may change.
+                    tensor.copy_(base[name] + (".other." in name))
+        assert publisher.publish(2).result() is not None
         wanted, found = wire_bits(publisher.catalog, saved(model)), published(store, 1)
         assert all((found[name] == bits).all() for name, bits in wanted.items())
 
