@@ -134,5 +134,6 @@ def fenced(log: VersionLog, mine: Claimant, winner: Manifest) -> Fenced:
         f"publisher {mine.publisher.hex()} (epoch {mine.epoch}) lost version {mine.version} of {log.store.url} "
         f"to publisher {winner.publisher.hex()} (epoch {winner.epoch})",
         hint="only one publisher may feed a stream: stop the other one, or give this one its own stream; "
-        "`takeover: true` claims the stream again at the next start",
+        "`takeover: true` claims the stream again at the next start. Ranks of one trainer attach on rank 0 only, or "
+        "all with writer=deltasync.Writer.of_process_group()",
     )

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from chunkstore.errors import ConfigError
@@ -24,7 +23,7 @@ from publisher.adapters.deepspeed_zero3 import Zero3Adapter
 from publisher.adapters.given import GivenAdapter
 from publisher.adapters.lora import Lora, check_no_lora, select
 from publisher.adapters.megatron import MegatronAdapter
-from publisher.adapters.plain import PlainAdapter
+from publisher.adapters.plain import PlainAdapter, data_parallel
 from publisher.adapters.ranks import Ranks
 from publisher.errors import OptimizerRefused
 from publisher.group import Writer
@@ -91,8 +90,9 @@ def recognise(
         _check_not_merged(lora, "parameters are DTensors")
         reshard(model)
         return ShardedAdapter(model, optimizers, masters, ranks, selected())
-    if writer is None and isinstance(model, DistributedDataParallel):
-        _check_first(model.process_group)
+    if writer is None:
+        for ddp in data_parallel(model):
+            _check_first(ddp.process_group)
     if _any([model], "deepspeed.runtime.engine", "DeepSpeedEngine"):
         if _is_deepspeed(model.optimizer):
             raise OptimizerRefused(

@@ -80,7 +80,7 @@ class PlainAdapter:
         self.sharable = type(self).sharable and selection.whole
         self._ranks = ranks
         self.everyone = tuple(range(ranks.size))
-        self.kind = ("DDP" if isinstance(model, DistributedDataParallel) else self.kind) + selection.kind
+        self.kind = ("DDP" if data_parallel(model) else self.kind) + selection.kind
         self._stepped = _stepped(self.optimizers)
         self._masters = self._masters_of(masters)
 
@@ -224,6 +224,11 @@ class PlainAdapter:
     def _names(self) -> dict[int, str]:
         """The name of each tensor that may have a master, by `id()`."""
         return {id(tensor): name for name, tensor in self.named().items()}
+
+
+def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
+    """`model` itself or what is in it, such as below torch.compile's wrapper: ranks step it alike, each for itself."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def place(piece: Piece) -> str:

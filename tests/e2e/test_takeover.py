@@ -99,6 +99,7 @@ def test_a_zombie_that_wakes_when_all_is_over(asleep_before: str, store: PosixSt
         ) as caught:
             old.publish(zombie, 1)
         assert "only one publisher may feed a stream" in caught.value.hint
+        assert "Ranks of one trainer attach on rank 0 only, or all with writer=" in caught.value.hint
         for error in (Fenced, PublisherStopped):
             with pytest.raises(error):
                 old.publish(zombie, 2)

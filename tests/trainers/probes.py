@@ -193,6 +193,21 @@ class Probes:
         model = DistributedDataParallel(Small())
         return deltasync.explain(AdamW(model.parameters()), model).kind
 
+    def second_rank_compiled(self) -> str:
+        """The same below what torch.compile returns, which is no DistributedDataParallel itself."""
+        model: Any = torch.compile(DistributedDataParallel(Small()), backend="eager")
+        return deltasync.explain(AdamW(model.parameters()), model).kind
+
+    def second_rank_of_a_part(self) -> str:
+        """The same below a module of the trainer's own."""
+        model = nn.ModuleDict({"policy": DistributedDataParallel(Small())})
+        return deltasync.explain(AdamW(model.parameters()), model).kind
+
+    def second_rank_unwrapped(self) -> str:
+        """What DDP wraps tells nothing of DDP: legitimate on the first rank, and elsewhere with another stream."""
+        model = DistributedDataParallel(Small()).module
+        return deltasync.explain(AdamW(model.parameters()), model).kind
+
     def with_another(self) -> str:
         model = DistributedDataParallel(Small())
         return self.attach([zero(model), AdamW([nn.Parameter(torch.ones(3))])], model)

@@ -78,9 +78,16 @@ def test_all_ranks_are_told(told: list[Told], probe: str, words: list[str]) -> N
             assert word in one[probe], f"rank {rank}"
 
 
-def test_of_ranks_that_all_have_the_model_only_the_first_publishes_it_alone(told: list[Told]) -> None:
-    assert told[0]["second_rank"] == "DDP"
-    assert "config: rank 1 of 2 would publish the whole model" in told[1]["second_rank"]
+@pytest.mark.parametrize("probe", ["second_rank", "second_rank_compiled", "second_rank_of_a_part"])
+def test_of_ranks_that_all_have_the_model_only_the_first_publishes_it_alone(
+    told: list[Told], probe: str
+) -> None:
+    assert told[0][probe] == "DDP"
+    assert "config: rank 1 of 2 would publish the whole model" in told[1][probe]
+
+
+def test_a_model_that_tells_of_no_ranks_is_accepted_on_each(told: list[Told]) -> None:
+    assert [one["second_rank_unwrapped"] for one in told] == ["plain torch", "plain torch"]
 
 
 def test_the_table_shows_what_each_rank_publishes(told: list[Told]) -> None:
