@@ -199,7 +199,8 @@ class Publisher:
         Those are the parameters of DDP, of hybrid sharding's replicas, and norms beside tensor-parallel matrices.
         Collective: all ranks call it between the same two steps. Reads what this rank holds once.
         Raises MappingMismatch on all of them, naming tensors and ranks. The stream is sound then, too: it has the copy
-        of the rank that publishes it.
+        of the rank that publishes it. Raises ConfigError where there are other ranks, but this one attached without
+        them, so that nothing can be compared. For a process that is the only one there is nothing to do.
         """
         drifted = self._adapter.drifted(self.catalog)
         if drifted:

@@ -176,4 +176,7 @@ class Adapter(Protocol):
         """
 
     def drifted(self, catalog: Catalog) -> list[str]:
-        """What several ranks step alike and do not hold alike, with tensor and ranks. All ranks ask together."""
+        """What several ranks step alike and do not hold alike, with tensor and ranks. All ranks ask together.
+
+        Raises ConfigError where there are other ranks that cannot be asked.
+        """

@@ -60,8 +60,9 @@ class GivenAdapter(PlainAdapter):
         """See `Adapter`."""
         return self._ranks.strange(catalog)
 
-    def _copies(self, catalog: Catalog) -> dict[str, int]:
-        return {}  # what is named belongs to one rank alone
+    def drifted(self, catalog: Catalog) -> list[str]:
+        """See `Adapter`."""
+        return []  # what is named belongs to one rank alone
 
     def _names(self) -> dict[int, str]:
         return {id(one.tensor): one.name for one in self._owned}

@@ -142,10 +142,6 @@ class MegatronAdapter(PlainAdapter):
             )
         return super().refusal(piece)
 
-    def problems(self, catalog: Catalog) -> list[str]:
-        """See `Adapter`: what several ranks hold alike must be the same on all."""
-        return self._ranks.strange(catalog) or self.drifted(catalog)
-
     def _copies(self, catalog: Catalog) -> dict[str, int]:
         """Norms, tied embeddings, and whatever else tensor-parallel ranks or pipeline stages hold alike.
 

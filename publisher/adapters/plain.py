@@ -175,10 +175,11 @@ class PlainAdapter:
 
     def problems(self, catalog: Catalog) -> list[str]:
         """See `Adapter`: whole tensors have no map, but what several ranks step alike must be the same on all."""
-        return self._ranks.strange(catalog) or self.drifted(catalog)
+        return self._ranks.strange(catalog) or self._compared([], catalog)
 
     def drifted(self, catalog: Catalog) -> list[str]:
         """See `Adapter`."""
+        self._ranks.check_company()
         return self._compared([], catalog)
 
     def _compared(self, own: list[str], catalog: Catalog) -> list[str]:

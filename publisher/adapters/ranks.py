@@ -50,6 +50,16 @@ class Ranks:
         """Whether they can tell each other anything."""
         return self.writer is not None and self.writer.group is not None
 
+    def check_company(self) -> None:
+        """Raises ConfigError if other ranks may hold copies, and this process cannot compare any with theirs."""
+        size = max(self.size, distributed.get_world_size() if distributed.is_initialized() else 1)
+        if size > 1 and not self.connected:
+            raise ConfigError(
+                f"there are {size} ranks, but this one attached alone, or in no process group: it has nobody to "
+                "compare copies with",
+                hint="attach on all ranks with writer=deltasync.Writer.of_process_group()",
+            )
+
     def told(self, mine: Any) -> list[Any]:
         """What every rank says; of ranks that are not connected, what this one does."""
         if self.writer is None or self.writer.group is None:

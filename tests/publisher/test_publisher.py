@@ -85,6 +85,7 @@ def test_no_change_is_no_version() -> None:
     model = Zoo()
     store = fresh_store()
     with attach(model, adamw(model), store) as publisher:
+        publisher.check_copies()  # nobody else has any
         assert publisher.publish().result() is None
         assert not VersionLog(store, open_stream(store)).exists(1)
         assert publisher.version == 0
@@ -218,6 +219,7 @@ def test_wrapped_models_publish_canonical_names(tmp_path: Path) -> None:
             store = fresh_store()
             with attach(wrapped, optimizer, store, base_checkpoint=str(checkpoint)) as publisher:
                 train(model, optimizer)
+                publisher.check_copies()  # of the only rank
                 assert publisher.publish().result() is not None
                 assert_identical(publisher, wrapped, store, 1)
     finally:

@@ -56,6 +56,8 @@ def test_every_step_of_several_is_in_the_version() -> None:
     store = fresh_store()
     with Crew(3).attach(store) as crew:
         crew.step(1, 2, 3)
+        for publisher in crew.publishers:
+            publisher.check_copies()  # what is named belongs to one rank: there are no copies
         assert crew.commit(3).optimizer_steps == 3
         crew.assert_published(store, 1)
 
@@ -90,6 +92,9 @@ def test_where_all_ranks_have_the_whole_model_the_tensors_are_dealt_out() -> Non
         return lambda: Publisher.attach(optimizers[rank], models[rank], config, store=store, writer=writer)
 
     publishers = in_parallel([attaching(rank) for rank in range(3)])
+    for publisher in publishers:
+        with pytest.raises(ConfigError, match="3 ranks"):
+            publisher.check_copies()
     for step in range(1, 3):
         for model, optimizer in zip(models, optimizers, strict=True):
             for name in SHAPES:

@@ -208,6 +208,23 @@ class Probes:
         model = DistributedDataParallel(Small()).module
         return deltasync.explain(AdamW(model.parameters()), model).kind
 
+    def copies_alone(self) -> str:
+        """The first rank has attached alone: it has nobody to compare copies with."""
+        model = DistributedDataParallel(Small())
+        return self._copies_of_first(AdamW(model.parameters()), model)
+
+    def copies_unwrapped(self) -> str:
+        model = DistributedDataParallel(Small()).module
+        return self._copies_of_first(AdamW(model.parameters()), model)
+
+    def _copies_of_first(self, optimizer: AdamW, model: nn.Module) -> str:
+        if self.rank:
+            return "not attached"
+        config = {"store": {"url": str(self.folder / "first")}, **CONFIG}
+        with deltasync.Publisher.attach(optimizer, model, config) as publisher:
+            publisher.check_copies()
+        return "said to be equal"
+
     def with_another(self) -> str:
         model = DistributedDataParallel(Small())
         return self.attach([zero(model), AdamW([nn.Parameter(torch.ones(3))])], model)

@@ -86,6 +86,11 @@ def test_of_ranks_that_all_have_the_model_only_the_first_publishes_it_alone(
     assert "config: rank 1 of 2 would publish the whole model" in told[1][probe]
 
 
+@pytest.mark.parametrize("probe", ["copies_alone", "copies_unwrapped"])
+def test_a_rank_that_attached_alone_does_not_say_that_copies_are_equal(told: list[Told], probe: str) -> None:
+    assert "config: there are 2 ranks, but this one attached alone" in told[0][probe]
+
+
 def test_a_model_that_tells_of_no_ranks_is_accepted_on_each(told: list[Told]) -> None:
     assert [one["second_rank_unwrapped"] for one in told] == ["plain torch", "plain torch"]
 
