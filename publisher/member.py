@@ -39,6 +39,8 @@ log = logging.getLogger("deltasync.publisher")
 _STALE: Final = 60.0
 """Seconds for which a network mount may not show what has just been written elsewhere."""
 
+_NOT_ALIKE: Final = "writer 0 needs the same run, number of writers, model and step; see its log"
+
 
 class Member:
     """The writing end of one stream for one of its writers other than the first. Used as StreamWriter is."""
@@ -218,10 +220,10 @@ class Member:
 
     def _wait_for_call(self, pending: Pending) -> Call:
         """The call that this attempt answers. Raises WriterMissing, AttemptAbandoned."""
-        last = "nobody has called"
+        last, hint = "nobody has called", _NOT_ALIKE
 
         def look() -> Call | None:
-            nonlocal last
+            nonlocal last, hint
             self._check_wanted(pending)
             calls = self._calls(pending.version, pending.base, self._seen)
             ended = next((call for call in calls if call.whole), None)
@@ -231,7 +233,10 @@ class Member:
             if calls:
                 newest = calls[-1]
                 steps = [str(call.train_step) for call in calls if call.kind == "version"]
-                last = f"it has called for train steps {', '.join(steps) or 'none'}"
+                last, hint = f"it has called for train steps {', '.join(steps) or 'none'}", _NOT_ALIKE
+                if newest.kind == "abandoned" and str(pending.train_step) in steps:
+                    last += f", and given up: {newest.reason}"
+                    hint = "nothing is lost: all writers need to publish at about the same time; see writer 0's log"
                 if newest.kind == "version" and newest.train_step == pending.train_step:
                     return newest
                 if newest.kind == "join" and pending.sealed:
@@ -242,7 +247,7 @@ class Member:
 
         call = wait_for(look, self._patience)
         if call is None:
-            raise self._no_call(f"{last}; this writer has train step {pending.train_step}")
+            raise self._no_call(f"{last}; this writer has train step {pending.train_step}", hint)
         return call
 
     def _answer_join(self, pending: Pending, call: Call) -> None:
@@ -377,12 +382,12 @@ class Member:
             stats=stats,
         )
 
-    def _no_call(self, why: str) -> WriterMissing:
+    def _no_call(self, why: str, hint: str = _NOT_ALIKE) -> WriterMissing:
         writer = self._writer
         return WriterMissing(
             f"writer {writer.rank} of {writer.world_size} (run {writer.run}) waited {self._patience.deadline:g} s "
             f"for the coordinator at {self._store.url}: {why}",
-            hint="writer 0 needs the same run, number of writers, model and step; see its log",
+            hint=hint,
         )
 
     def _shut_down(self) -> None:

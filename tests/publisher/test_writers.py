@@ -295,6 +295,22 @@ def test_different_steps_are_never_mixed() -> None:
         crew.assert_published(store, 1)
 
 
+def test_a_call_that_was_given_up_before_this_writer_came_is_told_as_such() -> None:
+    """The numbers agree, but the coordinator has waited in vain already."""
+    store = fresh_store()
+    with Crew(2).attach(store, writers_timeout=0.5) as crew:
+        crew.step(1)
+        first, second = crew.publishers
+        with pytest.raises(WriterMissing):
+            first.publish(2).result()
+        with pytest.raises(WriterMissing) as caught:
+            second.publish(2).result()
+        assert "it has called for train steps 2, and given up: WriterMissing: version 1" in str(caught.value)
+        assert "at about the same time" in caught.value.hint
+        assert crew.commit(3).version == 1
+        crew.assert_published(store, 1)
+
+
 def test_a_train_step_is_needed_and_anchors_are_not_for_several() -> None:
     with Crew(2).attach(fresh_store()) as crew:
         for publisher in crew.publishers:
