@@ -1,14 +1,12 @@
 """Ranks of Megatron-Core as processes over gloo, forked from one that has imported it."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.megatron.training"])
+from tests.support.processes import PROCESSES
 
 _PATIENCE = 120.0
 
@@ -36,7 +34,7 @@ def ranks(meeting: Path, layout: Any, main: Callable[..., None], *args: Any) -> 
     Yields what to call while waiting for them: it raises if one has failed.
     """
     processes = [
-        _PROCESSES.Process(target=rank_main, args=(rank, str(meeting), layout, main, args))
+        PROCESSES.Process(target=rank_main, args=(rank, str(meeting), layout, main, args))
         for rank in range(layout.world_size)
     ]
 

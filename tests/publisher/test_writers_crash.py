@@ -1,7 +1,7 @@
 """Real ranks over gloo, kill −9 of any at any point, a restart with another number: nothing is lost or mixed."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -53,7 +53,7 @@ class World:
                 rank.kill()
                 rank.join()
 
-    def _ends(self, ranks: list[ForkServerProcess]) -> Iterator[ForkServerProcess]:
+    def _ends(self, ranks: Sequence[ForkServerProcess]) -> Iterator[ForkServerProcess]:
         left = list(ranks)
         while left:
             ended = wait([rank.sentinel for rank in left], timeout=120)
