@@ -1,5 +1,6 @@
 """What DeepSpeed's ZeRO optimizers have in common: the inner one steps a flat tensor per group, one after the other."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -13,7 +14,7 @@ SUPPORTED: Final = "docs/trainers.md lists what is supported"
 REPORT: Final = "this layout is not known here: please report it with DeepSpeed's version and configuration"
 
 
-class GroupwiseAdapter(PlainAdapter):
+class GroupwiseAdapter(PlainAdapter, ABC):
     """A step is over when the first group is stepped again."""
 
     sharable = False
@@ -23,9 +24,9 @@ class GroupwiseAdapter(PlainAdapter):
 
     _homes: tuple[int, ...] = ()
 
+    @abstractmethod
     def buffers(self) -> Sequence[torch.Tensor]:
         """The flat buffers that this rank's pieces lie in, as they are now."""
-        raise NotImplementedError
 
     def look(self) -> None:
         """Remember where they are."""

@@ -1,5 +1,7 @@
 """The geometry of DeepSpeed's flat buffers, and what counts as a step; the real thing is in tests/deepspeed."""
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,13 @@ def test_the_ranks_pieces_are_each_parameter_once(sizes: list[int], ranks: int, 
         begin += numel
 
 
+class Parameters(GroupwiseAdapter):
+    """Each parameter of its own group, with no flat buffers."""
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        return ()
+
+
 @given(
     st.integers(1, 6).flatmap(
         lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), min_size=1, max_size=8))
@@ -45,7 +54,7 @@ def test_groups_that_are_stepped_one_by_one_are_one_step(groups_and_cuts: tuple[
     groups, rounds = groups_and_cuts
     model = torch.nn.ParameterList(torch.zeros(1) for _ in range(groups))
     optimizer = torch.optim.SGD([{"params": [p]} for p in model], lr=0.1)
-    adapter = GroupwiseAdapter(model, [optimizer], selection=WholeModel(model))
+    adapter = Parameters(model, [optimizer], selection=WholeModel(model))
     everything, begun = optimizer.param_groups, 0
     for at_once in rounds:
         for first in range(0, groups, at_once):
