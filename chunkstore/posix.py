@@ -61,16 +61,13 @@ _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
 
 
 class PosixStore(Store):
-    """Objects as files below `root`, which the first write creates, and which goes with the last object if this did.
+    """Objects as files below `root`, which the first write creates.
 
     `hold`: called in every put_if_absent before the link, so that several can get there at one moment.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, hold: Callable[[], object] | None = None) -> None:
         self._root = Path(os.path.abspath(root))
-        self._made: Path | None = (
-            None  # what had to be made to hold the root: itself, or a directory above it
-        )
         self._hold = hold
 
     @property
@@ -171,13 +168,11 @@ class PosixStore(Store):
     def _prune(self, path: Path) -> None:
         """Remove the directories above `path`, which is gone, as far as they are empty."""
         for directory in path.parents:
-            if directory == self._root and self._made is None:
+            if directory == self._root:
                 break
             try:
                 os.rmdir(directory)
             except OSError:  # not empty, or pruned by someone else: either way nothing is left to do
-                break
-            if directory == self._made:
                 break
 
     def _path(self, key: str) -> Path:
@@ -216,7 +211,7 @@ class PosixStore(Store):
     def _temporary(self, path: Path, data: Buffer) -> Iterator[Path]:
         """A flushed temporary holding `data` beside `path`; gone afterwards."""
         temporary = path.with_name(TEMPORARY + uuid4().hex)
-        file = self._create(temporary)
+        file = _create(temporary)
         try:
             try:
                 view = memoryview(data).cast("B")
@@ -229,18 +224,6 @@ class PosixStore(Store):
         finally:
             with suppress(FileNotFoundError):  # a rename has taken it
                 os.unlink(temporary)
-
-    def _create(self, path: Path) -> int:
-        """A descriptor of the new file `path`, with its directory, which a delete elsewhere may prune at any moment."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        for _ in range(10):
-            with suppress(FileNotFoundError):
-                return os.open(path, flags, 0o666)
-            if self._made is None and not self._root.exists():
-                self._made = [p for p in (self._root, *self._root.parents) if not p.exists()][-1]
-            with suppress(FileNotFoundError):
-                _make_directory(path.parent)
-        return os.open(path, flags, 0o666)
 
     def _link(self, temporary: Path, path: Path) -> bool:
         """Give the temporary its final name if that is free. True if it bears the name afterwards."""
@@ -311,6 +294,17 @@ def _read(file: int, start: int, length: int) -> bytes:
         start += len(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _create(path: Path) -> int:
+    """A descriptor of the new file `path`, with its directory, which a delete elsewhere may prune at any moment."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(10):
+        with suppress(FileNotFoundError):
+            return os.open(path, flags, 0o666)
+        with suppress(FileNotFoundError):
+            _make_directory(path.parent)
+    return os.open(path, flags, 0o666)
 
 
 def _make_directory(path: Path) -> None:

@@ -85,14 +85,6 @@ def test_a_store_on_this_machine_qualifies(
     assert list(store.temporaries()) == []
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_folder_that_was_not_there_is_not_left_behind(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    for path in ("new/run", "there"):
-        assert not failed(check(StoreConfig(url=str(tmp_path / path))))
-    assert [(path.name, list(path.iterdir())) for path in tmp_path.iterdir()] == [("there", [])]
-
-
 @pytest.fixture
 def slow_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A moment between moto's check and its write, as busy machines and slow disks have it."""
