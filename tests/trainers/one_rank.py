@@ -19,17 +19,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import deltasync
 from chunkstore.errors import DeltasyncError
+from tests.trainers.policies import Small
 
 PATIENCE = 3600.0
 """Seconds that ranks would wait for each other in the store; longer than the test."""
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(16, 6)
-        self.down = nn.Linear(6, 16)
 
 
 def shared(model: nn.Module) -> tuple[nn.Module, Optimizer, deltasync.Writer | None]:

@@ -23,6 +23,16 @@ ODD = {
 }
 
 
+class Small(nn.Module):
+    """Two layers, the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(16, 6)
+        self.down = nn.Linear(6, 16)
+
+
 class LanguageModel(nn.Module):
     """Returns the loss."""
 

@@ -22,18 +22,10 @@ from chunkstore.digest_torch import digest
 from chunkstore.errors import DeltasyncError
 from tests.support.processes import PROCESSES
 from tests.trainers.layouts import ddp, zero
-from tests.trainers.policies import adapted, policy
+from tests.trainers.policies import Small, adapted, policy
 
 PLACED = "publisher.adapters.sharded.compute_local_shape_and_global_offset"
 CONFIG = {"inference_dtype": "bfloat16", "writers_timeout": 60.0}
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(16, 6)
-        self.down = nn.Linear(6, 16)
 
 
 class Probes:
