@@ -121,6 +121,14 @@ MUTATIONS: Final = (
         (("subscriber.torch_engine", "TorchEngine._scatter", "self._gate.close(f", "str(f"),),
     ),
     Mutation(
+        "what a repair has written is served without a look at it",
+        (("subscriber.torch_engine", "TorchEngine._scatter", "self._verify_live(staged)", "pass"),),
+    ),
+    Mutation(
+        "nobody audits what is served",
+        (("subscriber.session", "Session._audit", "self._unaudited < self._config.audit_every", "True"),),
+    ),
+    Mutation(
         "a restarted subscriber believes its journal without asking the engine",
         (("subscriber.holder", "Holder._adopt_if_live", "if not holds", "if False and not holds"),),
     ),

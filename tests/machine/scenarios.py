@@ -23,6 +23,29 @@ def torn(machine: Machine) -> None:
     assert watcher.version == 1
 
 
+def disturbed(machine: Machine) -> None:
+    """Somebody writes what an anchor has just written, before all of it is there: only a look afterwards tells."""
+    machine.start_trainer(1, 0, False, ([], 100))
+    machine.start_watcher(0, True, ([], 0))
+    watcher = machine.watchers[0]
+    _run_to(machine, lambda task: task.at == "subscriber.mid_scatter")
+    watcher.disturb(39)
+    machine.drain(1000, lambda: watcher.version == 0, 300.0)
+    assert watcher.version == 0
+    assert not watcher.disturbed
+
+
+def drifted(machine: Machine) -> None:
+    """Somebody writes an element that no later version touches: the next audit sees it."""
+    _begin(machine)
+    watcher = machine.watchers[0]
+    watcher.disturb(39)
+    for number in range(1, 9, 2):
+        machine.publish(0, number, False, None, ([], 100))
+    assert watcher.version == 4
+    assert not watcher.disturbed
+
+
 def behind(machine: Machine) -> None:
     """A subscriber that sees no new versions keeps its lease on what it needs to go on, whatever else is stored."""
     _begin(machine)
@@ -55,7 +78,7 @@ def denied(machine: Machine) -> None:
     assert not machine.counts["told fenced"]
 
 
-SCENARIOS: Final[tuple[Callable[[Machine], None], ...]] = (torn, behind, denied)
+SCENARIOS: Final[tuple[Callable[[Machine], None], ...]] = (torn, disturbed, drifted, behind, denied)
 
 
 def _begin(machine: Machine) -> None:
