@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkstore import difference
+from chunkstore import difference, rice
 from chunkstore.bitpack import pack, packed_size, unpack
 from chunkstore.codec import (
     MAX_SECTIONS,
@@ -104,6 +104,19 @@ def test_escapes_are_used_and_come_back() -> None:
     split = encode_offsets(offsets)
     assert split.escapes
     back = decode_offsets(split.r, split.low, split.high, split.escapes, WINDOW)
+    np.testing.assert_array_equal(back, offsets)
+
+
+@pytest.mark.parametrize("r", [0, 1, 7, 8, 9, 13])
+def test_high_parts_on_either_side_of_the_escape(r: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chance hardly ever draws the gap whose high part is just the one that says "more follows"."""
+    monkeypatch.setattr(rice, "choose_rice", lambda gaps: r)
+    highs = np.array([0, 254, 255, 256, 255, 1])
+    gaps = (highs << r) + np.array([0, 0, 0, 0, (1 << r) - 1, 0])
+    offsets = (np.cumsum(gaps + 1) - 1).astype(np.uint32)
+    split = encode_offsets(offsets)
+    assert split.r == r
+    back = decode_offsets(split.r, split.low, split.high, split.escapes, int(offsets[-1]) + 1)
     np.testing.assert_array_equal(back, offsets)
 
 

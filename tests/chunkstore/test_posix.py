@@ -96,6 +96,34 @@ def test_the_file_and_every_directory_above_it_are_flushed(
     assert flushed[written + 1 :] == ["deep/root/a/b", "deep/root/a", "deep/root"]
 
 
+def test_a_name_that_another_has_just_made_is_flushed_for_it(
+    store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lost builds on the winner's object, which dies with the winner's cache unless somebody flushes it."""
+    flushed: list[Path] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+        real(file)
+
+    assert store.put_if_absent("a/k", b"first")
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert not store.put_if_absent("a/k", b"second")
+    assert flushed[-2:] == [root / "a", root]
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent"])
+def test_a_write_that_the_system_cuts_short_is_continued(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As Linux does beyond 2 GiB, and where a signal comes."""
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:3]))
+    getattr(store, method)("k", b"more than three bytes")
+    assert store.get("k", limit=100) == b"more than three bytes"
+
+
 @pytest.mark.parametrize(
     ("number", "expected"),
     [

@@ -1,8 +1,10 @@
 """Resolving differences against what is live, and proving the result before anything is written."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +18,10 @@ from manifest.plan import Plan
 from subscriber.errors import VerificationFailed
 from subscriber.spool import Spool
 from subscriber.stage import stage, staged_bytes
-from subscriber.staging import Held, StagedUpdate, load_staged
+from subscriber.staging import Held, StagedUpdate, StagingWriter, load_staged
 from subscriber.verify import verify
 from tests.subscriber.parts import small_weights
-from tests.support.streams import StreamBuilder, Weights, digests_of, perturbed
+from tests.support.streams import StreamBuilder, Tensor, Weights, digests_of, perturbed
 
 
 def stream(versions: int, *, dense: int | None = None) -> StreamBuilder:
@@ -114,6 +116,45 @@ def test_differences_without_their_base_are_no_update(tmp_path: Path) -> None:
         ManifestInvalid, match="differences to values that no step from version 1 on contains"
     ):
         staged_chain(stream(2), tmp_path, lie=True)
+
+
+def flipped(update: Update) -> Update:
+    return replace(update, values=update.values ^ update.values.dtype.type(1))
+
+
+def sparse(update: Update) -> Update:
+    return replace(update, offsets=np.arange(len(update.values), dtype=np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "staged_as"),
+    [
+        ("layers.0.w.weight", lambda update: [flipped(update)]),
+        ("router.weight", lambda update: [flipped(update)]),
+        ("layers.0.w.weight", lambda _: []),
+        ("zeros", lambda _: []),
+        ("zeros", lambda update: [replace(update, stop=6, values=update.values[:6])]),
+        ("zeros", lambda update: [replace(update, start=2, values=update.values[2:])]),
+        ("zeros", lambda update: [update, update]),
+        ("zeros", lambda update: [sparse(update)]),
+    ],
+)
+def test_what_is_not_all_of_the_anchor_is_refused(
+    tensor: str, staged_as: Callable[[Update], list[Update]], tmp_path: Path
+) -> None:
+    """Zeros have the digest of nothing at all: that they are there has to be counted."""
+    zeros = Tensor("BF16", np.zeros(8, np.uint16))
+    builder = StreamBuilder(MemoryStore(), {**small_weights(), "zeros": zeros})
+    whole = staged_chain(builder, tmp_path, base=None)
+    verify(whole, lambda _: [], lambda: None)
+    number = builder.catalog.ids[tensor]
+    with StagingWriter(tmp_path / "wrong", whole.catalog, None, whole.target) as writer:
+        for update in whole.updates():
+            for one in staged_as(update) if update.tensor == number else [update]:
+                writer.add(one)
+        wrong = writer.finish()
+    with pytest.raises(VerificationFailed, match=rf"from an anchor: the digests of '{tensor}' would differ"):
+        verify(wrong, lambda _: [], lambda: None)
 
 
 def test_from_an_anchor_nothing_is_left_to_resolve(tmp_path: Path) -> None:
