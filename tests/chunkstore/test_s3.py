@@ -182,6 +182,17 @@ def test_a_body_that_ends_early_is_a_passing_fault(announce: int) -> None:
             store_at(server.url).get_range("k", 0, announce)
 
 
+def test_a_body_that_is_longer_than_announced_is_a_passing_fault() -> None:
+    """As from a proxy that sends on in chunks, and with the length of something else."""
+    chunked = {"Transfer-Encoding": "chunked"}
+    reply = Reply(200, b"a\r\n0123456789\r\n0\r\n\r\n", chunked, announce=5)
+    with ScriptedServer(lambda request: reply) as server:
+        with pytest.raises(StoreUnavailable, match="the body ended after 6 of 5 bytes"):
+            store_at(server.url).get("k", limit=100)
+        with pytest.raises(StoreUnavailable):
+            store_at(server.url).get_range("k", 0, 5)
+
+
 DATED = {"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
 WHOLE: list[tuple[str, Reply, Callable[[S3Store], object], object]] = [
     ("get", Reply(200, b"0123456789"), lambda store: store.get("k", limit=20), b"0123456789"),

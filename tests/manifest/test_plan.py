@@ -309,6 +309,9 @@ def test_reading_back_from_the_target_finds_a_plan_whenever_there_is_one(
         assert brute_force(*case) is None
     else:
         check_steps(applied, target, found)
+        assert brute_force(*case) is not None
+        first = found.steps[0].version if found.steps else target + 1
+        assert all(sound(manifests, version) for version in range(first, target + 1))
 
 
 def log_of(chain: list[Manifest]) -> VersionLog:
@@ -334,6 +337,16 @@ def test_reading_stops_where_the_deltas_outweigh_an_anchor() -> None:
     log = log_of(close)
     log.put_alternate(make_alternate(close[5], nbytes=900))
     assert versions(find_plan(log, Applied(2, close[2].root), 5)) == [3, 4, 5]
+
+
+def test_an_anchor_is_a_start_only_if_it_fits_what_is_below_it() -> None:
+    """So one version more is read than the path needs: whoever was fenced off may have written the anchor."""
+    chain = make_chain(3)
+    overtaken = make_manifest(3, chain[-1], epoch=0)
+    log = log_of([*chain, overtaken, make_manifest(4, overtaken, base=overtaken)])
+    for applied in (None, Applied(1, chain[1].root)):
+        with pytest.raises(ChainError, match="its epoch 0 is below its parent's 1"):
+            find_plan(log, applied, 4)
 
 
 def test_a_path_never_uses_what_cannot_be_had() -> None:

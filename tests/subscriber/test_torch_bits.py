@@ -63,6 +63,25 @@ def test_scatter_then_gather(dtype: str, layout: str, data: st.DataObject) -> No
     assert torch_bits.digest("name", tensor) == numpy_digest.digest("name", expected)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_tensors_of_several_parts(layout: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not contiguous is read and written part by part, and digested window by window."""
+    monkeypatch.setattr(torch_bits, "WINDOW", 50)
+    monkeypatch.setattr(torch_bits, "_STRIDED_PART", 7)
+    rng = np.random.default_rng(1)
+    tensor = tensor_of("BF16", layout, rng)
+    bits = live_bits(tensor).ravel().copy()
+    offsets = None if whole else np.arange(0, 90, 3, dtype=np.uint32)
+    where = np.arange(20, 110) if offsets is None else 20 + offsets
+    update = Update(0, 20, 110, offsets, rng.integers(0, 1 << 16, len(where), np.uint16))
+    assert np.array_equal(torch_bits.gather(tensor, update), bits[where])
+    torch_bits.scatter(tensor, update)
+    bits[where] = update.values
+    assert np.array_equal(live_bits(tensor).ravel(), bits)
+    assert torch_bits.digest("name", tensor) == numpy_digest.digest("name", bits)
+
+
 @pytest.mark.parametrize("shape", [(), (0, 8), (1,)])
 def test_no_dimensions_and_no_elements(shape: tuple[int, ...]) -> None:
     tensor = torch.full(shape, 1.5, dtype=torch.bfloat16)
