@@ -12,7 +12,7 @@ from manifest.collect import delete_garbage, read_holdings
 from manifest.export import export_checkpoint
 from manifest.gc import Garbage, Policy, collectable
 from manifest.history import find_plan
-from manifest.keys import ALTERNATES, CHUNKS, alternate_key, manifest_key, status_key
+from manifest.keys import ALTERNATES, CHUNKS, alternate_key, chunk_key, manifest_key, status_key
 from manifest.log import VersionLog
 from manifest.verify import verify_stream
 from tests.support.faults import FaultStore
@@ -189,3 +189,19 @@ def test_an_empty_stream(clock: Clock) -> None:
     assert look(stream.log) == Garbage((), None, None)
     assert list(stream.store.list_after(ALTERNATES)) == []
     assert list(stream.store.list_after(CHUNKS))
+
+
+def test_a_slow_look_makes_nothing_older(stream: StreamBuilder, clock: Clock) -> None:
+    """What is young when it begins is left alone, however long the listings take."""
+    orphan = chunk_key(7, bytes(16), 0, 0)
+    stream.store.put(orphan, b"x")
+    clock.now += POLICY.grace - 20
+
+    def slow(operation: str, key: str) -> None:
+        clock.now += 10
+
+    began = clock.now
+    log = VersionLog(FaultStore(stream.store, before=slow), stream.log.stream)
+    assert orphan not in {doomed.key for doomed in look(log).objects}
+    assert clock.now - began > 2 * POLICY.grace
+    assert orphan in {doomed.key for doomed in look(log).objects}

@@ -53,6 +53,8 @@ def test_sections_that_cannot_be(changes: dict[str, Any], why: str) -> None:
     assert SectionRef(tensor=0, start=WINDOW, stop=2 * WINDOW, whole=True, changed=WINDOW).whole
     with pytest.raises(ValidationError, match=why):
         SectionRef.model_validate(SOUND | changes)
+    with pytest.raises(ValueError, match=why):
+        Sections.of([SOUND, SOUND | changes])
 
 
 EDGES = st.sampled_from(

@@ -38,6 +38,12 @@ def test_too_many_uncertain_elements_give_up_instead_of_searching_for_ever() -> 
     assert find_flips(terms[77], terms) == (77,)
 
 
+def test_one_element_is_flipped_once() -> None:
+    terms = np.array([1, 10, 100], np.uint64)
+    for residual in (2, 3, 12, 21, 30, 102, 120, 201):
+        assert find_flips(np.uint64(residual), terms) is None
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), U64), max_size=50))
 def test_block_sums(pairs: list[tuple[int, int]]) -> None:
     pairs.sort()

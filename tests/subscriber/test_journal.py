@@ -1,5 +1,6 @@
 """The journal: atomic, per boot id, one process at a time."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,44 @@ def test_an_entry_outlives_the_process_but_not_the_boot(tmp_path: Path) -> None:
     assert read("first") is None  # the life it told of ended when another began
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": 2}', b"\xff\xfe"])
+@pytest.mark.parametrize("what", ["entry", "high water"])
+def test_what_was_written_outlives_a_power_loss(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are flushed before it has its name, and the name before `write` returns."""
+    journal = Journal(tmp_path)
+    journal.begin("boot")
+    path = tmp_path / "journal-boot.json" if what == "entry" else journal.high_water
+    done: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        done.append((Path(os.readlink(f"/proc/self/fd/{file}")).name, path.exists()))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if what == "entry":
+        journal.write(ENTRY)
+    else:
+        journal.reach("ab" * 16, 3)
+    assert done == [(path.with_suffix(".tmp").name, False), (tmp_path.name, True)]
+
+
+OTHERS = '{"format": %d, "boot_id": "%s", "entry": {"stream": "ab", "applied": null, "applying": null}}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"format": 2}',
+        b"\xff\xfe",
+        (OTHERS % (2, "boot")).encode(),
+        (OTHERS % (1, "other")).encode(),
+    ],
+)
 def test_a_damaged_journal_means_nothing_is_known(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "journal-boot.json").write_bytes(data)
     journal = Journal(tmp_path)
@@ -33,6 +71,19 @@ def test_a_damaged_journal_means_nothing_is_known(data: bytes, tmp_path: Path) -
     assert journal.read() is None
     journal.write(ENTRY)
     assert journal.read() == ENTRY
+
+
+def test_the_high_water_only_rises_and_belongs_to_one_stream(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    assert journal.reached("ab" * 16) == -1
+    for version, reached in ((0, 0), (3, 3), (2, 3), (4, 4)):
+        journal.reach("ab" * 16, version)
+        assert journal.reached("ab" * 16) == reached
+    journal.begin("another life")
+    assert journal.reached("ab" * 16) == 4
+    assert journal.reached("cd" * 16) == -1
+    journal.reach("cd" * 16, 1)
+    assert (journal.reached("cd" * 16), journal.reached("ab" * 16)) == (1, -1)
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
