@@ -79,7 +79,7 @@ def test_the_high_water_only_rises_and_belongs_to_one_stream(tmp_path: Path) -> 
     for version, reached in ((0, 0), (3, 3), (2, 3), (4, 4)):
         journal.reach("ab" * 16, version)
         assert journal.reached("ab" * 16) == reached
-    journal.begin("another life")
+    journal.begin("another-life")
     assert journal.reached("ab" * 16) == 4
     assert journal.reached("cd" * 16) == -1
     journal.reach("cd" * 16, 1)
