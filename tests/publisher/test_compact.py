@@ -86,6 +86,26 @@ def test_it_gives_up_past_half_of_the_grace_period(stream: StreamBuilder) -> Non
     assert allowed > 5
 
 
+def test_an_anchor_that_became_late_while_it_was_proved_is_not_put(stream: StreamBuilder) -> None:
+    """After the last object was read back: garbage collection may have begun to take it for left behind."""
+    before = chunk_keys(stream)
+    read: set[str] = set()
+
+    def after(operation: str, key: str) -> None:
+        if operation == "get":
+            read.add(key)
+
+    def clock() -> float:
+        uploaded = chunk_keys(stream) - before
+        return GRACE if uploaded and uploaded <= read else 0.0
+
+    log = VersionLog(FaultStore(stream.store, after=after), stream.log.stream)
+    with pytest.raises(CompactionLate):
+        compact(log, 6, GRACE, clock=clock)
+    assert chunk_keys(stream) > before
+    assert stream.log.read_alternate(6) is None
+
+
 def test_a_chunk_that_was_stored_wrong_makes_no_anchor(stream: StreamBuilder) -> None:
     before = chunk_keys(stream)
 
