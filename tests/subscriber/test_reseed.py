@@ -1,6 +1,7 @@
 """What the engine really holds decides: restarts, drift, foreign writes, and repairs from an anchor."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,11 +114,13 @@ def test_a_foreign_write_between_prepare_and_scatter_is_noticed(
 
 
 class Failing(TorchEngine):
-    """Writing fails in the middle, `failures` times: the device ran out of memory."""
+    """Writing fails in the middle, `failures` times: the device ran out of memory. `trying`: called before each try."""
 
     failures = 2
+    trying: Callable[[], object] = staticmethod(lambda: None)
 
     async def scatter(self, prepared: Prepared) -> Scattered:
+        self.trying()
         if prepared.staged.target.version and self.failures:
             self.failures -= 1
             self._gate.close("being written")
@@ -133,14 +136,19 @@ def test_a_write_that_fails_leaves_the_engine_paused_until_it_is_repaired(
     worker = Worker(tmp_path, builder)
     engine = worker.engine = Failing(worker.module)
     worker.subscriber = Subscriber(worker.config, engine, worker.applied.append)
+    said: list[tuple[int | None, bool]] = []
     with running(worker.subscriber) as subscriber:
         subscriber.wait_for(0, TIMEOUT)
+        engine.trying = lambda: said.append((subscriber.version, subscriber.report.ready))
         builder.train()
         with engine.serving(TIMEOUT):
             pass
         subscriber.wait_for(1, TIMEOUT)
         assert engine.failures == 0
         assert worker.holds(1)
+    assert said[0] == (0, True)
+    assert len(said) > 2
+    assert set(said[1:]) == {(None, False)}, "who asks is told so, too"
 
 
 def test_a_catch_up_is_one_pause_and_a_newer_target_is_taken_along(
