@@ -5,17 +5,40 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 
 from chunkstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
 
 _VARIABLE: Final = re.compile(r"\$\{([^}]*)\}")
+_USERINFO: Final = re.compile(r"//[^/@\s]*@")  # a name and a password in a URL
 _SHOWN: Final = 80  # characters of an offending value
+
+_FORMS: Final = {
+    "dict_type": "has to be keys and values",
+    "list_type": "has to be a list",
+    "tuple_type": "has to be a list",
+    "too_short": "has to have at least one item",
+}
+
+
+def matching(pattern: str, words: str) -> AfterValidator:
+    """For a string field: the whole of it has to match `pattern`; `words` is what people are told otherwise."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(words)
+        return text
+
+    return AfterValidator(check)
 
 
 def load_config(path: str | os.PathLike[str], model: type[M]) -> M:
@@ -46,12 +69,12 @@ def parse_config(data: object, model: type[M], *, source: str) -> M:
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{source}: is {_shown(data)}, but has to be keys and values",
-            hint=f"allowed keys: {_listed(_keys({model}))}",
+            hint=f"allowed keys: {_listed(_keys({model}))}" if model.model_fields else "correct the file",
         )
     try:
         return model.model_validate(_substitute(data, "", source))
     except ValidationError as error:
-        wrong = [_explain(item["type"], item["loc"], item["msg"], data, model) for item in error.errors()]
+        wrong = _explained(error.errors(), data, model)
         raise ConfigError(
             "\n  ".join([f"{source}: {len(wrong)} wrong {'key' if len(wrong) == 1 else 'keys'}", *wrong]),
             hint="correct the named keys",
@@ -95,9 +118,26 @@ def _substitute(value: object, path: str, source: str) -> object:
     return value
 
 
-def _explain(kind: str, loc: tuple[int | str, ...], text: str, data: object, model: type[BaseModel]) -> str:
-    """One line: the path, the value as it was written, and what is allowed there."""
-    path = ""
+def _explained(errors: "list[ErrorDetails]", data: object, model: type[BaseModel]) -> list[str]:
+    """One line for each error that is not merely what another one leads to."""
+    places = [error["loc"] for error in errors]
+
+    def follows(error: "ErrorDetails") -> bool:
+        here = error["loc"]
+        inside = any(place[: len(here)] == here and len(place) > len(here) for place in places)
+        return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and inside)
+
+    listed: set[str] = set()
+    return [_explain(error, data, model, listed) for error in errors if not follows(error)]
+
+
+def _explain(error: "ErrorDetails", data: object, model: type[BaseModel], listed: set[str]) -> str:
+    """One line: the path, the value as it was written, and what is allowed there.
+
+    Values that may hold a secret are left out. `listed`: places whose allowed keys have been told.
+    """
+    kind, loc = error["type"], error["loc"]
+    path, secret = "", False
     models = {model}
     for step, last in ((step, index == len(loc) - 1) for index, step in enumerate(loc)):
         if isinstance(step, int) and isinstance(data, (list, tuple)) and step < len(data):
@@ -109,32 +149,58 @@ def _explain(kind: str, loc: tuple[int | str, ...], text: str, data: object, mod
             if kind == "missing" and last:
                 return f"{path}: is required"
             if kind == "extra_forbidden" and last:
-                return f"{path}: {_shown(data)}: {_unknown(str(step), _keys(models))}"
-            models = {
-                found
-                for one in models
-                for name, field in one.model_fields.items()
-                if step in (name, field.alias)
-                for found in _models_in(field.annotation)
-            }
+                return _unknown(path, data, models, listed)
+            fields = [field for one in models for field in _fields(one, step)]
+            secret = _secret(fields)
+            models = {found for field in fields for found in _models_in(field.annotation)}
         # Anything else is pydantic's own step, such as the tag of a union: it is no part of the file.
-    text = text.removeprefix("Value error, ")
+    if kind == "union_tag_invalid":
+        path, data = f"{path}.{error['ctx']['discriminator'].strip(chr(39))}", error["ctx"]["tag"]
+    return _said(path, data, _allowed(error, models), secret)
+
+
+def _allowed(error: "ErrorDetails", models: set[type[BaseModel]]) -> str:
+    """What is allowed there, in the words of the file instead of Python's."""
+    kind, text = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "model_type":
+        return f"has to be keys and values; allowed: {_listed(_keys(models))}"
     if kind == "union_tag_not_found":
-        return (
-            f"{path}: {_shown(data)}: which kind it is has to be said: {text.rpartition(' ')[2]} is required"
-        )
-    allowed = text[:1].lower() + text[1:] if text.startswith("Input") else text
-    return f"{path}: {_shown(data)}: {allowed}" if path else allowed
+        return f"which kind it is has to be said: {text.rpartition(' ')[2]} is required"
+    if kind == "union_tag_invalid":
+        return f"has to be one of {error['ctx']['expected_tags']}"
+    lower = text[:1].lower() + text[1:] if text.startswith(("Input", "String", "Tuple", "List")) else text
+    return _FORMS.get(kind, lower)
 
 
-def _unknown(key: str, allowed: list[str]) -> str:
+def _said(path: str, data: object, text: str, secret: bool) -> str:
+    """Path, value and what is allowed, as far as there is a path, and a value that may be shown."""
+    inner = data if isinstance(data, (list, tuple)) else (data,)
+    hidden = secret or not path or any(isinstance(item, Mapping) for item in inner)
+    return ": ".join(filter(None, [path, "" if hidden else _shown(data), text]))
+
+
+def _unknown(path: str, data: object, models: set[type[BaseModel]], listed: set[str]) -> str:
+    parent, _, key = path.rpartition(".")
+    allowed = _keys(models)
     near = difflib.get_close_matches(key, allowed, n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown key; {meant}allowed: {_listed(allowed)}"
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    rest = "" if parent in listed else f"{'' if near else ';'} allowed: {_listed(allowed)}"
+    listed.add(parent)
+    secret = _secret([field for one in models for name in near for field in _fields(one, name)])
+    return _said(path, data, f"unknown key{meant}{rest}", secret)
 
 
 def _keys(models: set[type[M]] | set[type[BaseModel]]) -> list[str]:
     return sorted({field.alias or name for one in models for name, field in one.model_fields.items()})
+
+
+def _fields(model: type[BaseModel], key: object) -> list[FieldInfo]:
+    """The field that `key` of the file is, if it is one."""
+    return [field for name, field in model.model_fields.items() if key in (name, field.alias)]
+
+
+def _secret(fields: list[FieldInfo]) -> bool:
+    return any(SecretStr in (field.annotation, *get_args(field.annotation)) for field in fields)
 
 
 def _models_in(annotation: object) -> set[type[BaseModel]]:
@@ -149,5 +215,5 @@ def _listed(keys: list[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = _USERINFO.sub("//…@", repr(value))
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from chunkstore.config import matching
 from chunkstore.errors import ConfigError
 from chunkstore.limit import LimitStore
 from chunkstore.memory import MemoryStore
@@ -23,15 +24,18 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 class StoreConfig(BaseModel):
     """Which store, and how to talk to it. Credentials come from the AWS chain, never from here.
 
-    `url`: `file:///absolute/path` or a plain path; `s3://bucket/prefix`; `memory://name` for tests; any other fsspec
-    URL for reading only. `endpoint_url`, `region`, `path_style` and the two timeouts (seconds) are for s3.
+    `url`: `file:///absolute/path` or a plain absolute path; `s3://bucket/prefix`; `memory://name` for tests; any other
+    fsspec URL for reading only. `endpoint_url`, `region`, `path_style` and the two timeouts (seconds) are for s3.
     `retry_deadline`: seconds after which a failing operation is no longer repeated.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(min_length=1)
-    endpoint_url: str | None = Field(default=None, pattern=r"^https?://[^\s/@]+/?$")
+    endpoint_url: (
+        Annotated[str, matching(r"https?://[^\s/@]+/?", "has to be http://host:port or https://host:port")]
+        | None
+    ) = None
     region: str | None = Field(default=None, min_length=1)
     path_style: bool = False
     concurrency: int = Field(default=8, ge=1, le=256)
@@ -59,9 +63,23 @@ class StoreConfig(BaseModel):
                 )
             if any(part in ("", ".", "..") for part in prefix.strip("/").split("/")) and prefix.strip("/"):
                 raise ValueError("url: the prefix has an empty, '.' or '..' segment")
+        elif scheme == "" and not rest.startswith(("/", "~")):
+            raise ValueError(  # relative, it would name another folder in each process
+                "url: is neither an absolute path nor a URL: /path/to/folder or s3://bucket/prefix"
+            )
         elif scheme == "file" and not rest.removeprefix("localhost").startswith("/"):
             raise ValueError("url: file:// needs an absolute path: file:///absolute/path")
         return self
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether a publisher can write there; stores of other kinds are for reading only."""
+        return _split(self.url)[0] in ("", "file", "s3", "memory")
+
+
+def absolute(url: str) -> str:
+    """A path as it is meant in the working directory; any URL as it is."""
+    return url if "://" in url or not url else str(Path(url).expanduser().absolute())
 
 
 def open_store(

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from chunkstore.config import matching
 from chunkstore.errors import ConfigError
 from manifest.errors import LocalDiskError
 from manifest.signing import PRIVATE, PublicKey, Signer, Trust
@@ -28,7 +29,10 @@ class TrustConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     keys: tuple[Annotated[str, AfterValidator(_public)], ...] = Field(min_length=1, max_length=16)
-    stream: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    stream: (
+        Annotated[str, matching("[0-9a-f]{32}", "has to be the 32 hex digits that `deltasync status` prints")]
+        | None
+    ) = None
 
     def load(self) -> Trust:
         """Raises ConfigError if `cryptography` is not installed."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from chunkstore.config import load_config, parse_config
 from chunkstore.http import HttpConfig
@@ -98,6 +98,15 @@ class PublisherConfig(BaseModel):
         if self.refer_to_base and self.base_checkpoint is None:
             raise ValueError("refer_to_base: needs base_checkpoint")
         return self
+
+    @field_validator("store")
+    @classmethod
+    def _can_be_written(cls, store: StoreConfig) -> StoreConfig:
+        if not store.can_publish:
+            raise ValueError(
+                f"url: {store.url!r}: publishers need a folder or s3://bucket/prefix; others are for reading only"
+            )
+        return store
 
 
 def settings_of(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:

@@ -7,13 +7,17 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from chunkstore.config import matching
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 from manifest.key_files import TrustConfig
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
-SERVER_NAME: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}$"
+SERVER_NAME: Final = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}"
+
+_NAMING: Final = "has to be at most {} letters, digits, '.', '_' and '-', the first of them no '.'"
+_HTTP: Final = matching(r"https?://[^/?#\s]+/?", "has to be http://host:port or https://host:port")
 
 
 class _Strict(BaseModel):
@@ -31,14 +35,19 @@ class TorchEngineConfig(_Strict):
     """
 
     type: Literal["torch"]
-    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    factory: Annotated[
+        str,
+        matching(
+            r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "has to be module:function, such as my_rollout:build_model"
+        ),
+    ]
 
 
 class ServerConfig(_Strict):
     """One SGLang server. `name`: for status, metrics and files; the URL's host and port unless given."""
 
-    url: str = Field(pattern=r"^https?://[^/?#\s]+/?$")
-    name: str = Field(default_factory=_name_of_server, pattern=SERVER_NAME)
+    url: Annotated[str, _HTTP]
+    name: Annotated[str, matching(SERVER_NAME, _NAMING.format(61))] = Field(default_factory=_name_of_server)
 
 
 class SGLangEngineConfig(_Strict):
@@ -104,7 +113,9 @@ class SubscriberConfig(_Strict):
 
     store: StoreConfig
     base_checkpoint: Path | None = None
-    id: str = Field(default_factory=_host_id, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")
+    id: Annotated[str, matching(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", _NAMING.format(100))] = Field(
+        default_factory=_host_id
+    )
     poll_interval: Seconds = 1.0
     relist_interval: Seconds = 60.0
     state_dir: Path = Path("~/.local/state/deltasync")

@@ -39,7 +39,7 @@ def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) ->
 def store_config_of(args: argparse.Namespace) -> "StoreConfig":
     """What the options of `add_store_options` say. Raises ConfigError."""
     from chunkstore.config import parse_config
-    from chunkstore.open import StoreConfig
+    from chunkstore.open import StoreConfig, absolute
 
     options = {
         "endpoint_url": args.endpoint_url,
@@ -47,7 +47,7 @@ def store_config_of(args: argparse.Namespace) -> "StoreConfig":
         "path_style": args.path_style or None,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    return parse_config({"url": args.url, **given}, StoreConfig, source="command line")
+    return parse_config({"url": absolute(args.url), **given}, StoreConfig, source="command line")
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """`deltasync check-config`: is this YAML right, without starting anything."""
 
 import argparse
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -55,8 +56,11 @@ def detect_kind(path: Path) -> Kind:
     class AnyKeys(BaseModel):
         model_config = ConfigDict(extra="allow")
 
-    keys = set(load_config(path, AnyKeys).model_extra or {})
     publishers, subscribers = set(PublisherConfig.model_fields), set(SubscriberConfig.model_fields)
+    known = publishers | subscribers
+    given = load_config(path, AnyKeys).model_extra or {}
+    # A misspelt key counts as the one that is meant: then that it is misspelt is what people are told.
+    keys = {near for key in given for near in get_close_matches(key, known, n=1) or [key]}
     of_publisher, of_subscriber = (
         sorted(keys & publishers - subscribers),
         sorted(keys & subscribers - publishers),

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chunkstore.config import parse_config
 from chunkstore.errors import ConfigError
-from chunkstore.open import StoreConfig
+from chunkstore.open import StoreConfig, absolute
 from deltasync.demo.child import Child, child_command, claim_stdout, serve
 from deltasync.s3server import BUCKET, CREDENTIALS, EmbeddedS3Server
 
@@ -31,11 +32,9 @@ def open_demo_store(kind: str, url: str | None, endpoint_url: str | None, work: 
     stream = f"demo-{secrets.token_hex(4)}"
     _check(kind, url, endpoint_url)
     if url is not None:
-        yield DemoStore(
-            StoreConfig(url=f"{url.rstrip('/')}/{stream}")
-            if endpoint_url is None
-            else StoreConfig(url=f"{url.rstrip('/')}/{stream}", endpoint_url=endpoint_url, path_style=True)
-        )
+        elsewhere = {} if endpoint_url is None else {"endpoint_url": endpoint_url, "path_style": True}
+        given = {"url": f"{absolute(url).rstrip('/')}/{stream}", **elsewhere}
+        yield DemoStore(parse_config(given, StoreConfig, source="command line"))
     elif kind == "posix":
         yield DemoStore(StoreConfig(url=str(work / "store")))
     else:
@@ -54,7 +53,10 @@ def _check(kind: str, url: str | None, endpoint_url: str | None) -> None:
             hint="posix: a path or file:///path; s3: s3://bucket/prefix",
         )
     if endpoint_url is not None and scheme != "s3":
-        raise ConfigError("--endpoint-url needs --store s3 and a --store-url s3://bucket/prefix")
+        raise ConfigError(
+            "--endpoint-url needs --store s3 and a --store-url s3://bucket/prefix",
+            hint="leave it out: the run has a store of its own",
+        )
 
 
 def main() -> None:

@@ -121,6 +121,35 @@ def test_a_value_from_the_environment_is_never_shown(tmp_path: Path, monkeypatch
     assert "hunter2" not in message
 
 
+def test_no_line_shows_what_may_be_secret() -> None:
+    spare = {"kind": "torch", "token": ["hunter2"], "tokn": "hunter2", "more": {"of": "hunter2"}, "port": 13}
+    config = {
+        "store": {"url": "s3://me:hunter2@bucket/x"},
+        "engines": {"token": "hunter2"},
+        "spare": spare,
+        "servers": [{"token": "hunter2"}],
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config, Daemon, source="it")
+    assert "hunter2" not in str(caught.value)
+    for place in ("store: ", "engines: ", "spare.token: ", "spare.tokn: ", "spare.more: ", "servers: "):
+        assert f"\n  {place}" in caught.value.message
+
+    class Server(BaseModel):
+        url: Literal["http://a"]
+
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"url": "http://me:hunter2@b"}, Server, source="it")
+    assert "url: 'http://…@b': " in caught.value.message
+
+
+def test_allowed_keys_are_told_once_per_place(tmp_path: Path) -> None:
+    message = refused(tmp_path, "store: {url: /tmp/x, concurency: 3, b: 1}\nextra: 1\nmore: 2\n")
+    assert message.count("allowed: concurrency, ") == 1
+    assert message.count("allowed: engines, labels, spare, store") == 1
+    assert "  store.b: 1: unknown key\n" in message
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

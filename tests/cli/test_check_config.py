@@ -49,6 +49,9 @@ def test_json_has_the_defaults(file: Path, capsys: pytest.CaptureFixture[str]) -
         (PUBLISHER + "upload_threads: 0\n", "upload_threads: 0: "),
         (SUBSCRIBER + "http: {prot: 1}\n", "http.prot: 1: unknown key; did you mean 'port'?"),
         (SUBSCRIBER + "id: again\n", "key 'id' is given twice"),
+        ("store: {url: /data}\nbase_checkpont: /m\n", "base_checkpont: '/m': unknown key; did you mean"),
+        ("store: {url: /data}\nstatedir: /m\n", "statedir: '/m': unknown key; did you mean 'state_dir'?"),
+        ("store: {url: 'gs://b/x'}\ninference_dtype: bfloat16\n", "store: url: 'gs://b/x': publishers need"),
         ("engine: {type: torch, factory: 'mine:build'}\n", "store: is required"),
     ],
 )
@@ -84,3 +87,54 @@ def test_the_kind_can_be_said(file: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-config", str(tmp_path / "none.yaml")]) == 1
     assert capsys.readouterr().err.startswith("error[config]: ")
+
+
+WRONG_FORMS = """\
+store: s3://bucket/prefix
+id: a b
+http: 8080
+trust: {keys: /etc/key.pub, stream: that one}
+engine: {type: sglang, servers: ["http://127.0.0.1:30000"]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            WRONG_FORMS,
+            [
+                "store: 's3://bucket/prefix': has to be keys and values; allowed: concurrency, connect_timeout, "
+                "endpoint_url, path_style, read_timeout, region, retry_deadline, url",
+                "id: 'a b': has to be at most 100 letters, digits, '.', '_' and '-', the first of them no '.'",
+                "http: 8080: has to be keys and values; allowed: host, port",
+                "engine.servers[0]: 'http://127.0.0.1:30000': has to be keys and values; allowed: name, url",
+                "trust.keys: '/etc/key.pub': has to be a list",
+                "trust.stream: 'that one': has to be the 32 hex digits that `deltasync status` prints",
+            ],
+        ),
+        (
+            "store: {url: /x}\nengine: {type: vllm}\n",
+            ["engine.type: 'vllm': has to be one of 'torch', 'sglang'"],
+        ),
+        (
+            "store: {url: /x}\nengine: {type: torch, factory: mine.build}\n",
+            ["engine.factory: 'mine.build': has to be module:function, such as my_rollout:build_model"],
+        ),
+        (
+            "store: {url: /x}\nengine: {type: sglang, servers: []}\n",
+            ["engine.servers: []: has to have at least one item"],
+        ),
+        (
+            "store: {url: /x}\nengine: {type: sglang, servers: [{url: 'host:1'}]}\n",
+            ["engine.servers[0].url: 'host:1': has to be http://host:port or https://host:port"],
+        ),
+    ],
+)
+def test_what_is_allowed_is_said_in_the_words_of_the_file(
+    file: Path, text: str, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    assert main(["check-config", str(file), "--kind", "subscriber"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:-1] == [f"  {line}" for line in expected]

@@ -296,3 +296,11 @@ def test_a_stream_in_s3_is_reached_by_options(
         assert main(["store", "verify", url, *reach]) == 0
         assert main(["store", "export", url, str(tmp_path / "out"), *reach]) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_relative_path_is_taken_from_here(
+    stream: StreamBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["store", "show", "store"]) == 0
+    assert f"at file://{tmp_path}/store: 3 versions" in capsys.readouterr().out

@@ -38,8 +38,18 @@ def test_stream(kind: str, url: str | None, endpoint: str | None, expected: str,
         ("posix", None, "http://localhost:9000"),
         ("s3", None, "http://localhost:9000"),
         ("posix", "/data", "http://localhost:9000"),
+        ("s3", "s3://", None),
+        ("s3", "s3://bucket", "localhost:9000"),
     ],
 )
 def test_options_that_do_not_fit(kind: str, url: str | None, endpoint: str | None, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--"), open_demo_store(kind, url, endpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"--|command line"), open_demo_store(kind, url, endpoint, tmp_path):
         pass
+
+
+def test_a_relative_path_is_the_same_to_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_demo_store("posix", "streams", None, tmp_path) as store:
+        assert store.config.url.startswith(f"{tmp_path}/streams/demo-")

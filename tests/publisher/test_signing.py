@@ -144,7 +144,7 @@ def test_with_a_spool_the_trainer_needs_no_key(key: Path, tmp_path: Path) -> Non
     more = "inference_dtype: bfloat16\nsigning: {key_file: '%s'}"
     config = write_config(tmp_path, more=more % key)
     mine = load_config(config, PublisherConfig).model_copy(
-        update={"signing": PublisherConfig.model_validate({"store": {"url": "x"}, "inference_dtype": "bfloat16",
+        update={"signing": PublisherConfig.model_validate({"store": {"url": "/x"}, "inference_dtype": "bfloat16",
                                                            "signing": {"key_file": "/none"}}).signing}
     )  # fmt: skip
     model = Zoo()

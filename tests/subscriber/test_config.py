@@ -60,7 +60,7 @@ def test_servers_are_told_an_absolute_staging_directory(
         ("store: {url: /s}\nid: ../escape", "id"),
         ("store: {url: /s}\nhttp: {prot: 80}", "http.prot"),
         ("store: {url: /s}\nengine: {type: torch, factory: build}", "engine.factory"),
-        ("store: {url: /s}\nengine: {factory: 'a:b'}", "engine: {'factory': 'a:b'}: which kind"),
+        ("store: {url: /s}\nengine: {factory: 'a:b'}", "engine: which kind"),
         ("store: {url: /s}\nengine: {type: vllm, factory: 'a:b'}", "'torch', 'sglang'"),
         ("store: {url: /s}\nengine: {type: sglang, servers: []}", "engine.servers"),
         (
