@@ -1,10 +1,12 @@
 """Settings of the whole suite, and the S3 servers that its folders share."""
 
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import hypothesis
 import pytest
@@ -38,6 +40,20 @@ if "deepspeed" not in collect_ignore:
     here = Path(sys.prefix)
     os.environ.update(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(here / "kernels"))
     os.environ["PATH"] = f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+
+_LONGEST: Final = ("sglang", "e2e", "trainers")
+"""Folders whose files take minutes each: begun first, or one worker would be at work long after the others."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker run all tests of a file, or of a group that the file has named, and order the files."""
+    order = dict(zip(_LONGEST, itertools.count(), strict=False))
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture(scope="session")

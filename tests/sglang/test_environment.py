@@ -7,15 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.sglang import oracle
-from tests.sglang.conftest import SGLANG_PYTHON, Served, StartServer
+from tests.sglang.conftest import SGLANG_PYTHON, SHARED, Served
 from tests.sglang.oracle import PROMPTS, TOKENS, Stream
 from tests.support.tiny_models import save_qwen3, save_qwen3_moe
+
+pytestmark = SHARED
 
 
 @pytest.fixture(params=["dense", "moe"])
@@ -82,24 +83,6 @@ def test_a_stream_tells_when_tokens_came_and_of_which_version(served: Served) ->
     assert stream.times == sorted(stream.times)
     assert stream.meta["finish_reason"]["type"] == "length"
     assert stream.meta["weight_versions"] == [{"version": "3", "start": 0, "end": TOKENS}]
-
-
-def test_a_server_of_ones_own_with_keys(start_server: StartServer, tmp_path: Path) -> None:
-    tied = save_qwen3(tmp_path / "tied", seed=3, tied=True)
-    server = start_server(tied, api_key="user", admin_api_key="admin")
-    (sums,) = oracle.checksums(server)
-    assert "model.embed_tokens.weight" in sums
-    assert "lm_head.weight" not in sums  # one memory under two names
-    for key, status in {"user": 401, "admin": 200}.items():
-        answer = httpx.post(
-            f"{server.url}/weights_checker",
-            json={"action": "checksum"},
-            headers={"Authorization": f"Bearer {key}"},
-            trust_env=False,
-        )
-        assert answer.status_code == status
-    oracle.load_from_disk(server, tied)
-    assert oracle.checksums(server) == [sums]
 
 
 def test_the_plugin_is_registered_and_no_process_failed_to_load_it(served: Served) -> None:

@@ -15,6 +15,7 @@ import pytest
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, reset
+from tests.sglang.oracle import PROMPTS
 from tests.sglang.proxy import Proxy
 from tests.sglang.training import Follower, Trainer, training
 from tests.sglang.watcher import Answer, Watcher, answer
@@ -133,10 +134,10 @@ def case(breakable: Breakable, tmp_path: Path) -> Iterator[Case]:
         assert {version for found in case.watcher.answers for version in found.versions} <= {
             str(version) for version in range(trainer.version + 1)
         }
-        sums, logs = oracle.checksums(breakable.server), oracle.logprobs(breakable.server)
+        sums, logs = oracle.checksums(breakable.server), oracle.logprobs(breakable.server, PROMPTS[:1])
         oracle.load_from_disk(breakable.server, trainer.export(trainer.version), version="oracle")
         assert oracle.checksums(breakable.server) == sums
-        assert oracle.logprobs(breakable.server) == logs
+        assert oracle.logprobs(breakable.server, PROMPTS[:1]) == logs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -265,7 +266,7 @@ def test_half_written_and_the_subscriber_is_gone(case: Case, rank: int, lost: bo
     process = case.follower.start_process()
     until(lambda: f"{rank}.write.reached" in case.breakable.armed())
     process.kill()
-    process.wait()
+    process.join()
     if lost:
         shutil.rmtree(case.follower.config.staging_path)
     oracle.post(case.server, "/continue_generation")

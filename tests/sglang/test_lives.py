@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import pytest
-
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, StartServer
 from tests.sglang.training import Follower, training
 from tests.subscriber.parts import until
+from tests.support.tiny_models import save_qwen3
 
 FAULTS = Path(__file__).with_name("faults")
 
@@ -60,19 +59,21 @@ def _wait_until_unready(follower: Follower) -> None:
     until(lambda: not follower.subscriber.report.ready and follower.subscriber.version is None)
 
 
-def test_keys_and_replicas(
-    dense_checkpoint: Path, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two replicas behind one URL are brought along together; requests carry the key that SGLang wants."""
+def test_keys_and_replicas(tmp_path: Path, start_server: StartServer) -> None:
+    """Two replicas behind one URL are brought along together; requests carry the key that SGLang wants.
+
+    Of a tied model: one memory under two names.
+    """
+    tied = save_qwen3(tmp_path / "tied", seed=3, tied=True)
     server = start_server(
-        dense_checkpoint,
+        tied,
         api_key="plain",
         admin_api_key="secret",
         flags=("--dp-size", "2"),
         environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     )
     (tmp_path / "key").write_text("secret\n")
-    with training(dense_checkpoint, tmp_path) as trainer:
+    with training(tied, tmp_path) as trainer:
         with Follower(server.url, trainer, api_key="plain") as follower:
             until(lambda: follower.subscriber.report.status().last_error is not None)
             error = follower.subscriber.report.status().last_error
@@ -85,5 +86,7 @@ def test_keys_and_replicas(
         sums = oracle.checksums(server)
         assert len(sums) == 2
         assert sums[0] == sums[1]
+        assert "model.embed_tokens.weight" in sums[0]
+        assert "lm_head.weight" not in sums[0]
         oracle.load_from_disk(server, trainer.export(1))
         assert oracle.checksums(server) == sums

@@ -1,10 +1,8 @@
 """A trainer of a checkpoint: fp32 masters, real AdamW, made-up gradients, published as it goes."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +16,9 @@ from publisher.publisher import Publisher
 from subscriber.config import ServerConfig, SGLangEngineConfig, SubscriberConfig
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.sglang.engine import SGLangEngine
+from tests.sglang.worker import catch_up
 from tests.subscriber.parts import put_tensor
+from tests.support.crashes import started
 
 TIMEOUT = 120.0
 """Seconds that one version should never need, on a machine that is busy."""
@@ -95,19 +95,15 @@ class Follower:
         self.engine = SGLangEngine(settings, server, self.config.staging_path / "engine")
         self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
 
-    def start_process(self, crash_at: str = "") -> subprocess.Popen[bytes]:
+    def start_process(self, crash_at: str = "") -> ForkServerProcess:
         """The same subscriber in a process of its own, until it has caught up, or dies at a crash point."""
-        command = [
-            sys.executable,
-            "-m",
-            "tests.sglang.worker",
-            self.config.model_dump_json(exclude_unset=True),
-        ]
-        return subprocess.Popen(command, env={**os.environ, "DELTASYNC_CRASH_AT": crash_at})
+        return started(crash_at, catch_up, self.config.model_dump_json(exclude_unset=True))
 
-    def run_process(self, crash_at: str) -> int:
+    def run_process(self, crash_at: str) -> int | None:
         """How it ended."""
-        return self.start_process(crash_at).wait(TIMEOUT)
+        process = self.start_process(crash_at)
+        process.join(TIMEOUT)
+        return process.exitcode
 
     def __enter__(self) -> Self:
         self.subscriber.start()

@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import httpx
 
@@ -37,6 +37,10 @@ def versions_of(meta: dict[str, Any]) -> tuple[str, ...]:
     return tuple(span["version"] if isinstance(span, dict) else str(span) for span in spans)
 
 
+_BREATH: Final = 0.2
+"""Seconds between two requests: others need the machine too."""
+
+
 class Watcher:
     """Asks for the same completion again and again while the `with` block runs."""
 
@@ -56,11 +60,10 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(_BREATH):
             try:
                 found = answer(self._server)
             except httpx.HTTPError:  # the server is being killed, or held for long
-                self._stop.wait(0.1)
                 continue
             if found is None:
                 self.aborted += 1

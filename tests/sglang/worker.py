@@ -1,8 +1,7 @@
-"""A subscriber process of one server, to be killed: argv[1] is its subscriber.yaml as JSON."""
+"""A subscriber process of one server, to be killed."""
 
 import asyncio
 import json
-import sys
 
 from chunkstore.config import parse_config
 from subscriber.config import SGLangEngineConfig, SubscriberConfig
@@ -10,12 +9,9 @@ from subscriber.daemon import Subscriber
 from subscriber.sglang.engine import SGLangEngine
 
 
-def main() -> None:
-    config = parse_config(json.loads(sys.argv[1]), SubscriberConfig, source="argv")
+def catch_up(text: str) -> None:
+    """Bring the server to the newest version. `text`: its subscriber.yaml as JSON."""
+    config = parse_config(json.loads(text), SubscriberConfig, source="argv")
     assert isinstance(config.engine, SGLangEngineConfig)
     engine = SGLangEngine(config.engine, config.engine.servers[0], config.staging_path / "engine")
     asyncio.run(Subscriber(config, engine).run(once=True))
-
-
-if __name__ == "__main__":
-    main()

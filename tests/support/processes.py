@@ -38,6 +38,7 @@ PROCESSES.set_forkserver_preload(
         "tests.publisher.crashing_trainer",
         "tests.publisher.gloo_rank",
         "tests.publisher.ranks",
+        "tests.sglang.worker",
         "tests.subscriber.shared_worker",
         "tests.support.warm",
         "tests.trainers.layouts",
