@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chunkstore.errors import StoreUnavailable
 from manifest.schema import ChunkRef
+from subscriber.errors import StagedLost
 from subscriber.spool import Share, Spool
 from tests.subscriber.parts import TIMEOUT, CountingStore, small_weights, until
 from tests.support.streams import StreamBuilder
@@ -74,6 +75,23 @@ def test_two_who_want_a_chunk_at_the_same_moment(broken: bool, tmp_path: Path) -
     assert ref.nbytes in got
     assert broken or 0 in got
     assert world.spool.has(ref)
+
+
+def test_a_chunk_that_was_damaged_here_is_not_used_and_fetched_again(tmp_path: Path) -> None:
+    """Most flipped bytes leave a chunk that decodes, to other values."""
+    world = World(tmp_path, 0)
+    ref, catalog = world.chunks(0)[0], world.builder.catalog
+    world.fetch(world.a, 0)
+    path = world.folder / f"{ref.hash.hex()}.chunk"
+    data = path.read_bytes()
+    flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
+    for other in [b"", data[:-1], data + b"x", *flipped]:
+        path.write_bytes(other)
+        with pytest.raises(StagedLost, match="cannot be used"):
+            world.spool.open(ref, catalog)
+        assert not world.spool.has(ref)
+    assert world.spool.fetch(ref, catalog, 0, world.a) == ref.nbytes
+    assert len(world.spool.open(ref, catalog).sections) == len(ref.sections)
 
 
 def test_a_chunk_goes_when_the_last_one_needs_it_no_more(tmp_path: Path) -> None:
