@@ -4,12 +4,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim import adam as torch_adam
 
+from publisher.changes import Bits16, ChangeSet, Offsets
 from publisher.errors import OptimizerRefused
 from tests.publisher.zoo import adamw, assert_identical, attach, fresh_store
 
@@ -121,6 +123,35 @@ def test_a_kernel_with_a_wrong_formula_is_sent_whole(wrong: str, monkeypatch: py
                 parameter.add_(torch.randn_like(parameter), alpha=1e-4)
 
     monkeypatch.setattr(torch_adam, "adam", adam)
+    model, store = Twins(), fresh_store()
+    optimizer = adamw(model, lr=1e-4)
+    with attach(model, optimizer, store) as publisher:
+        for version in range(1, 4):
+            for _ in range(2):
+                _train(model, optimizer)
+            commit = publisher.publish().result()
+            assert commit is not None
+            assert commit.manifest.stats.unproved_blocks > 0
+            assert_identical(publisher, model, store, version)
+
+
+@pytest.mark.parametrize("wrong", ["forgets", "invents", "lies"])
+def test_what_capture_gets_wrong_is_found_before_the_commit(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent has to lead from the base's digests to those of the weights, whoever has made it up."""
+    real = ChangeSet.add
+
+    def add(self: ChangeSet, offsets: Offsets, old: Bits16) -> None:
+        if wrong == "forgets":
+            offsets, old = offsets[1:], old[1:]
+        elif wrong == "lies":
+            old = old ^ np.uint16(1)
+        elif len(offsets):
+            old = np.where(offsets == offsets[0], np.uint16(0x3F80), old)
+        real(self, offsets, old)
+
+    monkeypatch.setattr(ChangeSet, "add", add)
     model, store = Twins(), fresh_store()
     optimizer = adamw(model, lr=1e-4)
     with attach(model, optimizer, store) as publisher:
