@@ -16,6 +16,7 @@ from manifest.schema import ChunkRef
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, EngineRestarted, StagedLost
+from subscriber.poll import Poller
 from subscriber.report import Report
 from subscriber.spool import Share, Spool
 from subscriber.staging import StagedUpdate
@@ -63,6 +64,23 @@ def test_it_waits_for_an_engine_that_is_not_there_yet(remote: Remote) -> None:
         remote.engine.gone = None
         until(lambda: remote.holds(1))
         until(lambda: remote.subscriber.report.status().last_error is None)
+
+
+def test_an_engine_that_serves_something_else_is_held_before_anything_is_fetched(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server does that was started from a checkpoint of its own."""
+    original, reasons = Spool.fetch, []
+
+    def watched(self: Spool, ref: ChunkRef, catalog: Catalog, version: int, share: Share) -> int:
+        reasons.append(remote.engine._gate.reason)
+        return original(self, ref, catalog, version, share)
+
+    monkeypatch.setattr(Spool, "fetch", watched)
+    asyncio.run(remote.engine.release(7))
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+    assert set(reasons) == {"it holds no version of this stream"}
 
 
 def test_a_new_life_is_brought_to_the_newest_version(remote: Remote) -> None:
@@ -173,6 +191,34 @@ def test_what_happens_to_an_engine_refuses_no_version(
         until(lambda: remote.holds(2))
     assert len(tries) >= 4
     assert refused == []
+
+
+def test_what_keeps_failing_is_tried_less_and_less_often_and_a_newer_version_at_once(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    looks: list[int] = []
+    prepare, newest = RemoteEngine.prepare, Poller.newest
+
+    async def fails(self: RemoteEngine, staged: StagedUpdate) -> Prepared:
+        tries.append(staged.target.version)
+        if staged.target.version == 2:
+            raise EngineFailed("not now", hint="")
+        return await prepare(self, staged)
+
+    def counted(self: Poller, after: int) -> int | None:
+        looks.append(after)
+        return newest(self, after)
+
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        monkeypatch.setattr(RemoteEngine, "prepare", fails)
+        monkeypatch.setattr(Poller, "newest", counted)
+        remote.builder.train()
+        until(lambda: len(looks) >= 60)
+        assert 2 <= len(tries) <= 20
+        remote.builder.train()
+        until(lambda: remote.holds(3))
 
 
 def test_once_does_not_wait_for_an_engine(tmp_path: Path) -> None:
