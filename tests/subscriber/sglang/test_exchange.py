@@ -167,12 +167,13 @@ def test_a_damaged_file_is_found_before_it_is_used(
     directory, exchange, staged = case
     exchange.write(staged)
     path = directory / f"1.{kind}"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data = path.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
     if harm == "remove":
         path.unlink()
     else:
-        path.write_bytes({"flip": data, "truncate": data[:-1], "extend": data + b"\0"}[harm])
+        path.write_bytes({"flip": bytes(flipped), "truncate": data[:-1], "extend": data + b"\0"}[harm])
     memories = dense(random_weights(0), 1)
     with pytest.raises(StagedLost) as caught:
         write_new(rank_files(directory, exchange)[1], memories)
