@@ -1,8 +1,10 @@
 """Restoring and exporting: any version comes back to the bit, and a checkpoint appears whole or not at all."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,15 @@ from safetensors import safe_open
 from chunkstore.codec import WINDOW
 from chunkstore.errors import CorruptObject, ObjectMissing
 from chunkstore.memory import MemoryStore
+from manifest import export
 from manifest.errors import ChainError, LocalDiskError
 from manifest.export import export_checkpoint
+from manifest.image import Image
 from manifest.keys import manifest_key
+from manifest.log import VersionLog
+from manifest.rebuild import rebuild
 from manifest.restore import restore
+from manifest.schema import Manifest
 from tests.support.streams import StreamBuilder, Tensor, Weights, random_weights
 
 SHAPES = {
@@ -191,6 +198,44 @@ def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(LocalDiskError, match="cannot write"):
         export_checkpoint(stream.store, 0, tmp_path / "out" / "mine" / "below")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_what_the_files_hold_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests that were kept up to date while it was written say nothing of what lies in the files."""
+    stream, real = build(), rebuild
+
+    def damaged(log: VersionLog, version: int, image: Image, **kwargs: Any) -> Manifest:
+        manifest = real(log, version, image, **kwargs)
+        image.arrays[0][-1] ^= 1
+        return manifest
+
+    monkeypatch.setattr(export, "rebuild", damaged)
+    with pytest.raises(CorruptObject, match="1 tensors: embed"):
+        export_checkpoint(stream.store, 5, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_of_several_windows_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "WINDOW", 7)
+    export_checkpoint(build().store, 5, tmp_path / "out")
+
+
+def test_every_file_is_flushed_before_the_checkpoint_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{file}")).name, (tmp_path / "out").exists()))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    exported = export_checkpoint(build().store, 5, tmp_path / "out", max_shard_bytes=60)
+    assert len(exported.files) > 2
+    before = {name for name, there in flushed if not there}
+    assert before == {*exported.files, ".deltasync-export-out"}
+    assert flushed[-1] == (tmp_path.name, True)
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from chunkstore.errors import ConfigError
+from chunkstore.errors import ConfigError, StoreUnsuitable
+from chunkstore.memory import MemoryStore
+from chunkstore.store import Buffer
 from manifest.errors import Fenced
 from manifest.log import VersionLog, open_stream
 from publisher.errors import MappingMismatch, OptimizerRefused, PublisherStopped
+from publisher.mapping import map_model
 from publisher.publisher import Publisher
 from tests.publisher.zoo import Zoo, adamw, assert_identical, attach, fresh_store, make, train
 
@@ -22,6 +25,28 @@ def test_a_wrong_permutation_is_caught_by_the_files(tmp_path: Path) -> None:
         model.inner.weight.copy_(model.inner.weight[torch.randperm(700)])
     with pytest.raises(MappingMismatch, match=r"1 of \d+ tensors differ.*inner\.weight"):
         attach(model, adamw(model), fresh_store(), base_checkpoint=str(checkpoint))
+
+
+def test_a_store_without_put_if_absent_is_refused_before_anything_is_stored() -> None:
+    class Overwriting(MemoryStore):
+        def put_if_absent(self, key: str, data: Buffer) -> bool:
+            created = self.head(key) is None
+            self.put(key, data)
+            return created
+
+    model, store = Zoo(), Overwriting()
+    with pytest.raises(StoreUnsuitable, match="put-if-absent does not hold"):
+        attach(model, adamw(model), store)
+    assert list(store.list_after("")) == []
+
+
+def test_a_tensor_and_its_transpose_are_not_one() -> None:
+    """They have one address and, if square, one shape; as aliases, one would be written in the other's order."""
+    weight = torch.randn(8, 8)
+    named = {"a": weight, "b": weight.t(), "c": weight.view(8, 8)}
+    catalog = map_model(named, None, "BF16")
+    assert [spec.name for spec in catalog.tensors] == ["a", "b"]
+    assert catalog.aliases == {"c": "a"}
 
 
 def test_names_and_shapes_that_do_not_match_are_all_named(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim import adam as torch_adam
 
+from chunkstore.errors import StoreUnavailable
+from publisher import tracking
 from publisher.changes import Bits16, ChangeSet, Offsets
 from publisher.errors import OptimizerRefused
 from tests.publisher.zoo import adamw, assert_identical, attach, fresh_store
+from tests.support.faults import FaultStore
 
 
 class Twins(nn.Module):
@@ -162,6 +165,28 @@ def test_what_capture_gets_wrong_is_found_before_the_commit(
             assert commit is not None
             assert commit.manifest.stats.unproved_blocks > 0
             assert_identical(publisher, model, store, version)
+
+
+def test_changes_of_a_failed_version_that_were_forgotten_are_found_by_the_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left does not lead from the version before: then everything of the tensor goes."""
+    model, inner, failing = Twins(), fresh_store(), [False]
+    optimizer = adamw(model, lr=1e-4)
+
+    def fault(operation: str, key: str) -> Exception | None:
+        return StoreUnavailable("injected") if failing[0] and key.startswith("chunks/") else None
+
+    monkeypatch.setattr(tracking, "restore", lambda sealed: None)
+    with attach(model, optimizer, FaultStore(inner, before=fault)) as publisher:
+        _train(model, optimizer)
+        failing[0] = True
+        with pytest.raises(StoreUnavailable):
+            publisher.publish().result()
+        failing[0] = False
+        commit = publisher.publish().result()
+        assert commit is not None
+        assert_identical(publisher, model, inner, 1)
 
 
 def test_a_later_hook_that_edits_is_published() -> None:

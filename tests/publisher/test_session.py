@@ -101,8 +101,35 @@ def test_requests_that_do_not_fit_the_shared_state_end_the_connection(
         assert message in answer["error"]["message"] + answer["error"]["hint"]
 
 
+def test_weights_that_are_held_for_another_request_are_not_read(tmp_path: Path) -> None:
+    """The trainer has gone on since, and holds still for what it asked for then."""
+    config = write_config(tmp_path)
+    model = torch.nn.Linear(3, 2)
+    with sidecar_thread(config):
+        shared = share_optimizer_state(torch.optim.AdamW(model.parameters()), model, tmp_path / "spool")
+        catalog = Catalog.of([TensorSpec("bias", "BF16", (2,)), TensorSpec("weight", "BF16", (2, 3))])
+        opening = {
+            **_OPEN,
+            "state": shared.file.id,
+            "catalog": catalog.data,
+            "sources": ["inversion", "inversion"],
+            "steps": [0, 0],
+        }
+        step = {"kind": "step", "seq": 2, "groups": [{**_HYPER, "tensors": [0, 1], "steps": [1, 1]}]}
+        requests = b"".join(map(_frame, [opening, step, {"kind": "close", "seq": 3}]))
+        with shared.file.held(1):
+            answers = _answers(tmp_path / "spool" / SOCKET, requests)
+    [answer] = [answer for answer in answers if answer.get("seq") == 2]
+    assert answer["error"]["kind"] == "capture_lost"
+
+
 def _answer(path: Path, data: bytes) -> dict[str, Any]:
     """The last answer to `data` before the other side hangs up."""
+    return _answers(path, data)[-1]
+
+
+def _answers(path: Path, data: bytes) -> list[dict[str, Any]]:
+    """All of them."""
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(WAIT)
         peer.connect(str(path))
@@ -110,8 +137,9 @@ def _answer(path: Path, data: bytes) -> dict[str, Any]:
         received = b""
         while part := peer.recv(1 << 16):
             received += part
-    answer: dict[str, Any] = {}
+    answers: list[dict[str, Any]] = []
     while received:
         (length,) = struct.unpack_from("<I", received)
-        answer, received = msgpack.unpackb(received[4 : 4 + length]), received[4 + length :]
-    return answer
+        answers.append(msgpack.unpackb(received[4 : 4 + length]))
+        received = received[4 + length :]
+    return answers

@@ -108,6 +108,30 @@ def test_a_torn_capture_sends_what_differs_whole_and_no_more() -> None:
     torn.assert_identical(1)
 
 
+@pytest.mark.parametrize("where", ["capture", "publish"])
+def test_after_a_torn_read_versions_are_sparse_again(where: str) -> None:
+    torn = Torn()
+    if where == "publish":
+        torn.step()
+    torn.tear = True
+    if where == "capture":
+        torn.step()
+    else:
+        with pytest.raises(CaptureLost):
+            torn.publish()
+    torn.tear = False
+    torn.step()
+    assert torn.publish() == 1
+    torn.assert_identical(1)
+    torn.step()
+    torn.watched.refresh()
+    commit = torn.writer.publish(None, anchor=False).result(30)
+    assert commit is not None
+    assert commit.manifest.stats.unproved_blocks == 0
+    assert any(not s.whole for c in commit.manifest.chunks for s in c.sections)
+    torn.assert_identical(2)
+
+
 def test_what_came_back_to_the_base_after_a_torn_capture_is_not_sent() -> None:
     torn = Torn()
     base = copy.deepcopy(torn.model.state_dict())

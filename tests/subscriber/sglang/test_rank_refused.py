@@ -37,6 +37,13 @@ def test_bits_that_nobody_admits_to_have_written_stop_an_update_but_no_repair(se
     assert weight.tolist() == [5.0] * 8
 
 
+def test_an_update_is_not_written_once_somebody_has_written_since_it_was_gathered(served: Served) -> None:
+    served.load("it", 5.0)
+    served.rank.somebody_writes()
+    ack = served.try_ask("scatter", name="it", repair=False)
+    assert (ack["ok"], ack["kind"], "began" in ack) == (False, "engine_changed", False)
+
+
 def test_a_version_is_not_released_once_somebody_has_written_since(served: Served) -> None:
     served.ask("hold", reason="a test")
     tokens = [served.rank.writes] * 2
