@@ -117,7 +117,8 @@ def lowest_needed(
     if not committed:
         return None
     newest = max(committed)
-    bounds = [Bound(max(0, newest - policy.keep + 1), f"the newest {policy.keep} are kept")]
+    kept = "it is the newest" if policy.keep == 1 else f"the newest {policy.keep} are kept"
+    bounds = [Bound(max(0, newest - policy.keep + 1), kept)]
     young = min((v for v, written in committed.items() if now - written <= policy.grace), default=None)
     if young is not None:
         bounds.append(Bound(young, "it is younger than the grace period"))

@@ -207,8 +207,7 @@ class VersionLog:
         manifest = self.read(version)
         if manifest is None:
             raise ObjectMissing(
-                f"{self.store.url}/{manifest_key(version)} is missing: version {version} does not exist",
-                hint="plan again from the newest anchor",
+                f"{self.store.url}/{manifest_key(version)} is missing: version {version} does not exist"
             )
         return manifest
 

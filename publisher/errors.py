@@ -20,53 +20,65 @@ from chunkstore.errors import Action, DeltasyncError
 
 class OptimizerRefused(DeltasyncError):
     kind = "optimizer_refused"
+    usual_hint = "set detect: snapshot, which accepts any optimizer"
 
 
 class MappingMismatch(DeltasyncError):
     kind = "mapping"
+    usual_hint = "print(deltasync.explain(optimizer, model)) shows what would be published"
 
 
 class PublisherStopped(DeltasyncError):
     kind = "publisher_stopped"
+    usual_hint = "the first error in the log is the cause; attach anew"
 
 
 class SidecarUnavailable(DeltasyncError):
     kind = "sidecar_unavailable"
     action = Action.RETRY
+    usual_hint = "start `deltasync publisher run` with the same file; the next publish carries the changes"
 
 
 class SidecarBusy(DeltasyncError):
     kind = "sidecar_busy"
     action = Action.RETRY
+    usual_hint = "nothing is lost: the next publish carries the changes; publish less often if it stays so"
 
 
 class CaptureLost(DeltasyncError):
     kind = "capture_lost"
     action = Action.RETRY
+    usual_hint = "nothing is lost: the next publish carries the changes"
 
 
 class WritersDisagree(DeltasyncError):
     kind = "writers_disagree"
+    usual_hint = "correct `owned` on the ranks that are named"
 
 
 class WriterMissing(DeltasyncError):
     kind = "writer_missing"
     action = Action.RETRY
+    usual_hint = "look at the logs of the ranks that are missing; the next publish carries the changes"
 
 
 class WriterReplaced(DeltasyncError):
     kind = "writer_replaced"
+    usual_hint = "restart all ranks, with a new `run`"
 
 
 class AttemptAbandoned(DeltasyncError):
     kind = "attempt_abandoned"
     action = Action.RETRY
+    usual_hint = "nothing is lost: the next publish carries the changes"
 
 
 class SpoolInvalid(DeltasyncError):
     kind = "spool_invalid"
+    usual_hint = "use a folder of its own, and the same release of deltasync on both sides"
 
 
 class CompactionLate(DeltasyncError):
     kind = "compaction_late"
     action = Action.RETRY
+    usual_hint = "give a longer grace period, or a faster store or disk"

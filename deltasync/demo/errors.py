@@ -7,3 +7,4 @@ class DemoFailed(DeltasyncError):
     """A process of the demo died, hung or answered with an error, or the demo model is not installed."""
 
     kind = "demo"
+    usual_hint = "the logs of all processes are kept with --keep DIR"

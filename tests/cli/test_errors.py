@@ -53,6 +53,14 @@ def test_every_error_says_what_its_handler_does() -> None:
     assert all(isinstance(error.action, Action) for error in ERRORS)
 
 
+def test_every_error_says_what_to_do_next() -> None:
+    hinting = [error for error in ERRORS if error.__module__ != "subscriber.errors"]
+    assert [error.__name__ for error in hinting if not error.__dict__.get("usual_hint")] == []
+    for error in hinting:
+        assert error("it broke").hint == error.usual_hint
+        assert error("it broke", hint="mend it").hint == "mend it"
+
+
 def test_every_error_is_public() -> None:
     missing = [
         error.__name__ for error in ERRORS if getattr(deltasync.errors, error.__name__, None) is not error
