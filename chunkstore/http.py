@@ -43,6 +43,21 @@ class Answers:
     page: Callable[[], str]
 
 
+def check_address(config: HttpConfig) -> None:
+    """Raise ConfigError if a StatusServer could not listen there now."""
+    _listen(config, BaseHTTPRequestHandler).server_close()
+
+
+def _listen(config: HttpConfig, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    try:
+        return ThreadingHTTPServer((config.host, config.port), handler)
+    except OSError as error:
+        raise ConfigError(
+            f"http: cannot listen on {config.host}:{config.port}: {error}",
+            hint="set http.port to another port, 0 for any free one, or http: null",
+        ) from error
+
+
 class StatusServer:
     """Serves answers while the `with` block runs. Raises ConfigError if the address cannot be used.
 
@@ -53,13 +68,7 @@ class StatusServer:
         self, config: HttpConfig, answers: Answers, parts: Mapping[str, Answers] | None = None
     ) -> None:
         handler = type("Handler", (_Handler,), {"parts": {"": answers, **(parts or {})}})
-        try:
-            self._server = ThreadingHTTPServer((config.host, config.port), handler)
-        except OSError as error:
-            raise ConfigError(
-                f"http: cannot listen on {config.host}:{config.port}: {error}",
-                hint="choose another port, 0 for any free one, or http: null",
-            ) from error
+        self._server = _listen(config, handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(
             target=self._server.serve_forever,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from chunkstore.http import StatusServer
+from chunkstore.http import StatusServer, check_address
 from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
 from subscriber.answers import answers_of
@@ -34,6 +34,17 @@ class _Member:
     report: Report
     files: Path
     version: int | None = None
+
+
+def check_place(config: SubscriberConfig) -> None:
+    """Raise what would end a run at its start, for whoever has to make a large engine before it.
+
+    SubscriberBusy, StagingUnavailable or StagingFull of a directory, ConfigError of a port in use.
+    """
+    with locked(config.state_path):
+        check_writable(config.staging_path)
+        if config.http is not None:
+            check_address(config.http)
 
 
 class Fleet:

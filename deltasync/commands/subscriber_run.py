@@ -34,13 +34,15 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     from chunkstore.config import load_config
     from deltasync.commands._daemon import log_to_stderr, return_freed_memory
-    from deltasync.commands._engines import engines
+    from deltasync.commands._engines import engine_config, engines
     from subscriber.config import SubscriberConfig
-    from subscriber.fleet import Fleet
+    from subscriber.fleet import Fleet, check_place
 
     log_to_stderr(args.log_level)
     return_freed_memory()
     config = load_config(args.config, SubscriberConfig)
+    engine_config(config, args.config)
+    check_place(config)  # before a factory loads a model, beside that of another subscriber perhaps
     asyncio.run(_run(Fleet(config, engines(config, args.config)), args.until_version, args.once))
     return 0
 

@@ -3,8 +3,10 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -13,6 +15,7 @@ import pytest
 
 from chunkstore.posix import PosixStore
 from deltasync.cli import main
+from subscriber.journal import locked
 from subscriber.status import SubscriberStatus
 from tests.support.daemons import WAIT, command, daemon, free_port
 from tests.support.streams import StreamBuilder, random_weights
@@ -154,6 +157,25 @@ def test_a_state_directory_that_cannot_be_made_is_named(config: Path, tmp_path: 
     assert f"error[staging_unavailable]: {tmp_path / 'state'}/rollout-1 cannot be used: " in done.stderr
     assert "\nhint: let this user write there" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["staging_unavailable", "subscriber_busy", "config"])
+def test_what_would_end_the_run_is_told_before_the_factory_is_called(
+    config: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, "my_rollout:failing")
+    with ExitStack() as stack:
+        if kind == "staging_unavailable":
+            (tmp_path / "state").write_text("a file")
+        elif kind == "subscriber_busy":
+            stack.enter_context(locked(tmp_path / "state" / "rollout-1"))
+        else:
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            config.write_text(config.read_text().replace("port: 0", f"port: {taken}"))
+        assert main(["subscriber", "run", "-c", str(config), "--once"]) == 1
+    said = capsys.readouterr().err
+    assert f"error[{kind}]: " in said
+    assert "my_rollout:failing" not in said
 
 
 def test_an_engine_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
