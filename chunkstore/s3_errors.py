@@ -31,6 +31,7 @@ RAISED: Final = (
 """Everything a call of boto3's S3 client may raise for reasons outside this program."""
 
 _KEYS_HINT = "check the AWS credentials of this process and that they may read and write this prefix"
+_NO_KEYS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this machine a role"
 _SETUP_HINT = "check url, endpoint_url and region, and the AWS profile of this process"
 
 _CODES: Final[dict[str, tuple[type[DeltasyncError], str]]] = {
@@ -77,9 +78,9 @@ _CLASSES: Final[tuple[tuple[tuple[type[Exception], ...], type[DeltasyncError], s
         CredentialsExpired,
         "they could not be renewed; " + _KEYS_HINT,
     ),
+    ((boto.NoCredentialsError,), AccessDenied, _NO_KEYS_HINT),
     (
         (
-            boto.NoCredentialsError,
             boto.PartialCredentialsError,
             boto.UnknownCredentialError,
             boto.NoAuthTokenError,

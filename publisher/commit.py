@@ -24,7 +24,7 @@ from publisher.upload import Upload, Uploaded
 log = logging.getLogger("deltasync.publisher")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Commit:
     """A committed version: its manifest, and seconds per phase (capture, seal, encode, upload, commit).
 
@@ -35,6 +35,12 @@ class Commit:
     manifest: Manifest
     seconds: dict[str, float]
     anchored: bool = False
+
+    def __repr__(self) -> str:
+        """What a log wants of it: a manifest has a line per tensor and section."""
+        made = self.manifest
+        changed = f"{made.stats.changed} of {made.stats.elements} elements"
+        return f"<version {self.version} ({made.kind}): {changed}, {made.nbytes} bytes>"
 
 
 class PublishHandle:

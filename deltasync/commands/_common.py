@@ -32,8 +32,9 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
 def store_of(args: argparse.Namespace, metrics: "StoreMetrics | None" = None) -> "Store":
     """The store that the options of `add_store_options` name, counted in `metrics`. Raises ConfigError."""
     from chunkstore.open import open_store
+    from deltasync.commands._progress import Patience
 
-    return open_store(store_config_of(args), metrics)
+    return open_store(store_config_of(args), metrics or Patience())
 
 
 def store_config_of(args: argparse.Namespace) -> "StoreConfig":
@@ -119,6 +120,13 @@ def duration(text: str) -> float:
     if not number.isascii() or not number.isdigit() or not int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no duration: say 90s, 15m, 2h or 1d")
     return float(int(number) * _UNITS[unit])
+
+
+def count(text: str) -> int:
+    """What an option takes that counts something, perhaps nothing."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
 
 
 def positive(text: str) -> int:

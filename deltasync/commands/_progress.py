@@ -1,14 +1,32 @@
-"""A progress bar for what a command reads from a store, on stderr, if that is a terminal and rich is installed."""
+"""What a command says on stderr while a store keeps it waiting.
+
+That it asks again, and a progress bar for what it reads, if that is a terminal and rich is installed.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from chunkstore.errors import DeltasyncError
 from chunkstore.metrics import StoreMetrics
 
 
-class Transfer(StoreMetrics):
+class Patience(StoreMetrics):
+    """Counters of a store that also say, once, that it does not answer: until a command gives up, a minute may pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = False
+
+    def retried(self, operation: str, error: DeltasyncError) -> None:
+        super().retried(operation, error)
+        if not self._said:
+            self._said = True
+            print(f"waiting: {error.message}; asking again", file=sys.stderr, flush=True)
+
+
+class Transfer(Patience):
     """Counters of a store that also tell `advance` about object bytes as they are read."""
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from deltasync.commands._common import (
     add_store_options,
     add_trust_option,
     age,
+    count,
     counted,
     human_bytes,
     positive,
@@ -43,7 +44,7 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument(
         "--max-lag",
-        type=int,
+        type=count,
         metavar="VERSIONS",
         help="fail on any problem, or if a subscriber is further behind",
     )

@@ -24,10 +24,11 @@ def register(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     from chunkstore.open import open_store
     from chunkstore.qualify import qualify
+    from deltasync.commands._progress import Patience
 
     config = store_config_of(args)
     telling = Telling(json=args.json)
-    qualify(telling.steps, partial(open_store, config))
+    qualify(telling.steps, partial(open_store, config, Patience()))
     if telling.steps.ok:
         given = json.dumps(config.model_dump(exclude_unset=True))  # which is YAML too
         then = f"write `store: {given}` into publisher.yaml and subscriber.yaml"

@@ -12,8 +12,10 @@ import pytest
 from moto.s3.models import S3Backend
 
 from chunkstore import qualify
+from chunkstore.errors import StoreUnavailable
 from chunkstore.memory import MemoryStore
 from chunkstore.open import StoreConfig, open_store
+from chunkstore.retry import Backoff
 from chunkstore.steps import Step, Steps
 from chunkstore.store import Store
 from deltasync.cli import main
@@ -187,6 +189,31 @@ def test_a_file_system_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     outcomes = check(StoreConfig(url=str(tmp_path / "file" / "store")))
     assert outcomes["create"].outcome == "failed"
+    assert "s3:" not in outcomes["create"].hint
+
+
+def test_no_credentials_are_told_from_such_that_lack_a_permission(
+    aws: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    outcomes = check(at("http://127.0.0.1:9"))
+    assert failed(outcomes) == dict.fromkeys(["list", "missing", "create"], "access_denied")
+    assert outcomes["list"].hint.startswith("set AWS_ACCESS_KEY_ID and ")
+    assert outcomes["list"].hint.endswith("(s3:ListBucket)")
+
+
+def test_a_store_that_keeps_a_command_waiting_is_told_of_once(
+    aws: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("chunkstore.open.Backoff", lambda deadline: Backoff(deadline=1.0, first=0.01))
+    assert main(["status", "s3://bucket/run", "--endpoint-url", "http://127.0.0.1:9"]) == 1
+    waiting, error, hint = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("waiting: get s3://bucket/run/stream.msgpack: EndpointConnectionError")
+    assert error.startswith("error[store_unavailable]: ")
+    assert hint == f"hint: {StoreUnavailable.usual_hint}"
 
 
 def test_a_store_to_read_from_only(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ["status"],
         ["store", "show", "x", "--alternate"],
         ["status", "x", "--max-lag", "no"],
+        ["status", "x", "--max-lag", "-1"],
         *(
             [*command, "--version", version]
             for command in (["store", "show", "x"], ["store", "export", "x", "y"])
