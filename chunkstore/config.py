@@ -81,6 +81,18 @@ def parse_config(data: object, model: type[M], *, source: str) -> M:
         ) from None  # pydantic's own text shows values that may come from ${ENV}
 
 
+def settings_of(config: M | Mapping[str, Any] | str | os.PathLike[str], model: type[M], *, source: str) -> M:
+    """The configuration given as itself, a mapping, which `source` names, or the path of a YAML file.
+
+    Raises ConfigError.
+    """
+    if isinstance(config, model):
+        return config
+    if isinstance(config, (str, os.PathLike)):
+        return load_config(config, model)
+    return parse_config(config, model, source=source)
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML's safe loader, which also refuses a key given twice."""
 

@@ -9,7 +9,6 @@ import logging
 from pathlib import Path
 
 import deltasync
-from chunkstore.config import load_config
 from deltasync.demo import MODEL_NAMES
 from deltasync.demo.model import build_empty, load_tokenizer
 from deltasync.demo.sampler import Sample, Sampler
@@ -36,7 +35,7 @@ def main() -> None:
     model = build_empty(args.models / args.model)
     sampler = Sampler(model, load_tokenizer(args.models / args.model))
     engine = deltasync.TorchEngine(model)
-    subscriber = deltasync.Subscriber(load_config(args.config, deltasync.SubscriberConfig), engine)
+    subscriber = deltasync.Subscriber(args.config, engine)
     subscriber.start()
     try:
         version = -1

@@ -1,12 +1,10 @@
 """The publisher's configuration: one strict YAML file."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from chunkstore.config import load_config, parse_config
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 from manifest.key_files import SigningConfig
@@ -107,12 +105,3 @@ class PublisherConfig(BaseModel):
                 f"url: {store.url!r}: publishers need a folder or s3://bucket/prefix; others are for reading only"
             )
         return store
-
-
-def settings_of(config: PublisherConfig | Mapping[str, Any] | Path | str) -> PublisherConfig:
-    """The configuration given as itself, a mapping, or the path of a YAML file. Raises ConfigError."""
-    if isinstance(config, PublisherConfig):
-        return config
-    if isinstance(config, Mapping):
-        return parse_config(config, PublisherConfig, source="the config given to Publisher.attach")
-    return load_config(Path(config), PublisherConfig)

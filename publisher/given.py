@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from chunkstore.config import settings_of
 from manifest.checkpoint import Checkpoint
 from publisher.adapters import ranks_of, recognise
 from publisher.adapters.base import Adapter
 from publisher.adapters.plain import Masters
 from publisher.adapters.ranks import Ranks
-from publisher.config import PublisherConfig, settings_of
+from publisher.config import PublisherConfig
 from publisher.errors import MappingMismatch
 from publisher.group import Writer
 from publisher.watch import WatchPlan, plan_watch
@@ -50,7 +51,8 @@ def read_given(
     ranks = ranks_of(optimizer, model, writer)
 
     def read() -> tuple[PublisherConfig, Checkpoint | None, int, Adapter]:
-        settings, pairs = settings_of(config), list(masters)
+        settings = settings_of(config, PublisherConfig, source="the config given to Publisher.attach")
+        pairs = list(masters)
         base = settings.base_checkpoint
         checkpoint = None if base is None else Checkpoint.open(base, MappingMismatch)
         return (

@@ -1,7 +1,10 @@
 """The subscriber: follow one stream for ever and keep one engine at its newest version."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from chunkstore.config import settings_of
 from subscriber.config import SubscriberConfig
 from subscriber.engine import Engine
 from subscriber.fleet import Fleet
@@ -11,20 +14,22 @@ __all__ = ["AppliedVersion", "Subscriber"]
 
 
 class Subscriber(Fleet):
-    """Follows `config.store` and drives `engine`: a fleet of one, which says how it runs, ends and stops.
+    """Follows the store of `config` and drives `engine`: a fleet of one, which says how it runs, ends and stops.
 
-    `on_applied(applied)` is called after each apply was recorded.
+    `config`: itself, the same keys as a mapping, or the path of a subscriber.yaml, of which `engine` is not used.
+    `on_applied(applied)` is called after each apply was recorded. Raises ConfigError.
     """
 
     def __init__(
         self,
-        config: SubscriberConfig,
+        config: SubscriberConfig | Mapping[str, Any] | Path | str,
         engine: Engine,
         on_applied: Callable[[AppliedVersion], None] | None = None,
     ) -> None:
+        settings = settings_of(config, SubscriberConfig, source="the config given to Subscriber")
         super().__init__(
-            config,
-            {config.id: engine},
+            settings,
+            {settings.id: engine},
             None if on_applied is None else lambda _, applied: on_applied(applied),
         )
         self.engine = engine

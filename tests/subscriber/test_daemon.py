@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from chunkstore.codec import WINDOW
-from chunkstore.errors import ObjectMissing
+from chunkstore.errors import ConfigError, ObjectMissing
 from chunkstore.memory import MemoryStore
 from chunkstore.open import StoreConfig
 from chunkstore.posix import PosixStore
 from chunkstore.store import Store
+from subscriber.config import SubscriberConfig
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared
 from subscriber.staging import StagedUpdate
@@ -173,3 +175,14 @@ def test_an_error_in_on_applied_ends_the_run_and_reaches_who_waits(tmp_path: Pat
     ):
         subscriber.wait_for(1, TIMEOUT)
     assert worker.holds(0)
+
+
+def test_the_configuration_may_be_a_file_or_a_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "subscriber.yaml"
+    file.write_text(f"store: {{url: {tmp_path / 'store'}}}\nid: rollout-1\n")
+    by_hand = {"store": {"url": str(tmp_path / "store")}, "id": "rollout-1"}
+    engine = TorchEngine(nn.Linear(1, 1))
+    configs = [Subscriber(given, engine).config for given in (file, str(file), by_hand)]
+    assert configs == [SubscriberConfig.model_validate(by_hand)] * 3
+    with pytest.raises(ConfigError, match="the config given to Subscriber: 1 wrong key\n  ids: "):
+        Subscriber(by_hand | {"ids": 3}, engine)
