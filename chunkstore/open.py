@@ -129,7 +129,7 @@ def _raw(config: StoreConfig, page: int, hold: Hold) -> Store:
     except ImportError as error:
         raise ConfigError(
             f"url: {scheme}:// needs a package that is not installed: {error.name}",
-            hint="pip install 'deltasync[s3]'",
+            hint="install deltasync with its extra 's3', 'publisher' or 'subscriber'",
         ) from error
 
 

@@ -7,7 +7,7 @@ Exit codes, the same for every command:
          (`demo`: not bit-identical, `store verify`: damage found, `status --max-lag`: a subscriber is behind,
          `smoke`, `store check`: a step failed)
     2    the command line itself is wrong
-    130  interrupted with Ctrl-C
+    130  interrupted with Ctrl-C; a daemon that runs ends with 0, as with SIGTERM
 
 Modules that take long to import (torch, boto3, transformers, rich) are imported by the commands that need them, when
 they run, so `deltasync --help` answers at once.

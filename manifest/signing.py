@@ -157,6 +157,6 @@ def _ed25519() -> "tuple[type[Ed25519PrivateKey], type[Ed25519PublicKey]]":
     except ImportError as error:
         raise ConfigError(
             "signatures need a package that is not installed: cryptography",
-            hint="pip install 'deltasync[publisher]', 'deltasync[subscriber]' or 'deltasync[cli]'",
+            hint="install deltasync with its extra 'publisher', 'subscriber' or 'cli'",
         ) from error
     return ed25519.Ed25519PrivateKey, ed25519.Ed25519PublicKey

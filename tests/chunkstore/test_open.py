@@ -103,6 +103,6 @@ from chunkstore.open import StoreConfig, open_store
 try:
     open_store(StoreConfig(url="s3://bucket/prefix"))
 except ConfigError as error:
-    sys.exit(0 if "deltasync[s3]" in str(error) and "boto3" in str(error) else str(error))
+    sys.exit(0 if "extra 's3'" in str(error) and "boto3" in str(error) else str(error))
 """
     subprocess.run([sys.executable, "-c", program], check=True)

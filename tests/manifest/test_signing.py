@@ -249,4 +249,4 @@ def test_who_neither_signs_nor_demands_signatures_needs_no_cryptography() -> Non
         "except Exception as error: print(error.kind, error.hint)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("config pip install")
+    assert done.stdout.startswith("config install deltasync with its extra")
