@@ -15,12 +15,13 @@ they run, so `deltasync --help` answers at once.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from typing import Final
 
-from chunkstore.errors import DeltasyncError
+from chunkstore.errors import ConfigError, DeltasyncError
 from deltasync.commands import (
     check_config,
     demo,
@@ -39,6 +40,9 @@ from deltasync.commands import (
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
+
+_REQUIREMENT: Final = re.compile(r"([\w.-]+).*; extra == ['\"](\w+)['\"]")
+"""Of a distribution's metadata: a library, and the extra that brings it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(format_error(error), file=sys.stderr)
         return FAILED
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if args.debug or missing is None:
+            raise
+        print(format_error(missing), file=sys.stderr)
+        return FAILED
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,6 +100,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return INTERRUPTED
     return code
+
+
+def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
+    """What to install where a command lacks a library of one of our extras; None if the module is none of theirs."""
+    name = (error.name or "").partition(".")[0]
+    extras = sorted(
+        found[2]
+        for line in requires("deltasync") or ()
+        if (found := _REQUIREMENT.match(line)) and found[1].replace("-", "_") == name and found[2] != "dev"
+    )
+    if not extras:
+        return None
+    return ConfigError(
+        f"this command needs a package that is not installed: {name}",
+        hint=f"install deltasync with its extra {' or '.join(map(repr, extras))}",
+    )
 
 
 def format_error(error: DeltasyncError) -> str:

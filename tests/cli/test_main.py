@@ -9,7 +9,7 @@ import pytest
 
 from chunkstore.errors import ConfigError, DeltasyncError
 from chunkstore.posix import PosixStore
-from deltasync.cli import build_parser, format_error, main
+from deltasync.cli import build_parser, format_error, main, missing_extra
 from deltasync.commands._common import counted, human_bytes, table
 from tests.support.streams import StreamBuilder, random_weights
 
@@ -158,3 +158,27 @@ def test_tables_align_to_the_right() -> None:
     rows: list[dict[str, Any]] = [{"version": 1, "kind": "delta"}, {"version": 10, "kind": None}]
     assert table(rows) == "version   kind\n      1  delta\n     10      -"
     assert table([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extras"),
+    [
+        ("rich", ["demo"], "'cli'"),
+        ("prometheus_client", ["subscriber", "run", "-c", "x.yaml"], "'publisher' or 'subscriber'"),
+        ("safetensors", ["publisher", "run", "-c", "x.yaml"], "'cli' or 'publisher' or 'subscriber'"),
+    ],
+)
+def test_a_library_of_an_extra_that_is_not_installed_is_named(
+    module: str, command: list[str], extras: str
+) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; from deltasync.cli import main; sys.exit(main({command!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error[config]: this command needs a package that is not installed: {module}\n"
+        f"hint: install deltasync with its extra {extras}\n"
+    )
+
+
+def test_a_module_that_is_missing_for_another_reason_is_a_fault() -> None:
+    assert missing_extra(ModuleNotFoundError("no", name="publisher.gone")) is None
