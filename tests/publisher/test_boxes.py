@@ -22,6 +22,7 @@ from manifest.merge import merge, resolve
 from publisher.capture import CaptureStats, capture_copies, capture_steps
 from publisher.fingerprint import Fingerprint
 from publisher.optimizers import step_records
+from publisher.placing import placed
 from publisher.seal import Sealed, restore, sections, take
 from publisher.shard import Shard, Source
 
@@ -215,3 +216,18 @@ def test_the_widths_of_every_dtype_add_up() -> None:
             part = torch.from_numpy(bits.view(f"<i{width}").reshape(24, 50)[:, low:high].copy()).reshape(-1)
             total += int(Fingerprint("w", box).blocks(part, 0).sum(dtype=np.uint64))
         assert total % (1 << 64) == digest("w", bits)
+
+
+def test_runs_of_a_box_are_cut_where_windows_end() -> None:
+    """Five columns of a matrix of two rows, of which the first row's lie on both sides of a window's end."""
+    columns = WINDOW + 3
+    box = Region.of(WINDOW - 2, (2, 5), (columns, 1))
+    tensor = torch.arange(10, dtype=torch.float32).view(2, 5)
+    shard = Shard(0, TensorSpec("w", "F32", (2, columns)), tensor, Source.DIGEST, box=box)
+    values = tensor.view(-1).view(torch.int32).numpy().view(np.uint32)
+    found = list(placed(shard, Section(0, "F32", 0, 10, None, values)))
+    for section in found:
+        section.check()
+    edges = [(section.start, section.stop) for section in found]
+    assert edges == [(WINDOW - 2, WINDOW), (WINDOW, WINDOW + 3), (2 * WINDOW + 1, 2 * WINDOW + 6)]
+    assert np.array_equal(np.concatenate([section.values for section in found]), values)

@@ -1,6 +1,7 @@
 """A publisher with a key signs all it commits, and makes sure that who trusts that key alone gets to its versions."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from manifest.schema import Manifest
 from manifest.signing import Trust
 from manifest.verify import verify_stream
 from publisher.config import PublisherConfig
+from publisher.group import Meeting
 from publisher.publisher import Publisher
 from publisher.takeover import empty_version
 from tests.publisher.sidecars import sidecar_thread, store_of, write_config
@@ -152,3 +154,14 @@ def test_with_a_spool_the_trainer_needs_no_key(key: Path, tmp_path: Path) -> Non
     with sidecar_thread(config), Publisher.attach(optimizer, model, mine) as publisher:
         manifest = step(model, optimizer, publisher, 1)
         assert rebuilt(store_of(config), manifest.version, trust_of(key)) == truth(publisher, model)
+
+
+def test_ranks_with_other_keys_do_not_meet() -> None:
+    """Whatever one of them signed, the other would not believe."""
+    first = Meeting("memory://a", bytes(16), "ed25519:one")
+    first.check(Meeting("memory://b", bytes(16), "ed25519:one"))
+    for key in ("ed25519:two", None):
+        with pytest.raises(ConfigError, match="writer 0 signs with ed25519:one, this one with"):
+            first.check(replace(first, key=key))
+    with pytest.raises(ConfigError, match="there is no stream"):
+        first.check(replace(first, stream=None))

@@ -72,9 +72,19 @@ def flip_a_bit(module: torch.nn.Module) -> None:
 def test_drift_is_found_by_the_audit_and_healed_from_an_anchor(
     builder: StreamBuilder, tmp_path: Path
 ) -> None:
+    held: list[str] = []
+
+    class Held(TorchEngine):
+        async def hold(self, reason: str) -> None:
+            held.append(reason)
+            await super().hold(reason)
+
     worker = Worker(tmp_path, builder, audit_every=1)
+    worker.engine = Held(worker.module)
+    worker.subscriber = Subscriber(worker.config, worker.engine, worker.applied.append)
     with running(worker.subscriber) as subscriber:
         subscriber.wait_for(0, TIMEOUT)
+        held.clear()
         flip_a_bit(worker.module)
         builder.delta(dict(builder.weights[0]) | {"scale": small_weights(seed=3)["scale"]})
         until(lambda: [applied.from_anchor for applied in worker.applied] == [True, False, True])
@@ -82,6 +92,7 @@ def test_drift_is_found_by_the_audit_and_healed_from_an_anchor(
         assert worker.holds(1)
         text = subscriber.report.metrics.text().decode()
         assert 'deltasync_subscriber_audits_total{result="drift"} 1.0' in text
+    assert ["no longer those of version 1: router.weight" in reason for reason in held] == [True]
 
 
 class Interfering(TorchEngine):

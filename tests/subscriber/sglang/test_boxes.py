@@ -199,6 +199,7 @@ def test_wire_form_round_trip() -> None:
 BAD_BOXES = {
     "overlap": (replace(GOOD.boxes[0], target=13), "'a' and 'a' both lie in the same elements of 'fused'"),
     "beyond the tensor": (replace(GOOD.boxes[0], source=22), "goes beyond"),
+    "beyond the tensor by one": (replace(GOOD.boxes[0], source=4), "goes beyond"),
     "beyond the memory": (replace(GOOD.boxes[2], target=27), "goes beyond"),
     "dtype": (replace(GOOD.boxes[2], memory=1), "'b' is BF16 in the catalog, but lies in 'c' of F32"),
     "no such tensor": (replace(GOOD.boxes[3], tensor=4), "do not exist"),
