@@ -15,6 +15,7 @@ from chunkstore.errors import DeltasyncError
 from manifest.catalog import Catalog, TensorSpec
 from manifest.merge import Update
 from subscriber.errors import StagedLost, VerificationFailed
+from subscriber.sglang import exchange as exchange_module
 from subscriber.sglang import live
 from subscriber.sglang.boxes import Box, BoxMap, Layout, Memory
 from subscriber.sglang.exchange import Exchange
@@ -186,6 +187,27 @@ def test_boxes_of_one_memory_are_read_and_written_as_one_piece(
     directory, exchange, _ = case
     for files in rank_files(directory, exchange):
         assert [piece.memory for piece in files.order.pieces] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("window", "span"), [(6, 1 << 32), (1 << 22, 9), (6, 9)])
+def test_pieces_stay_within_a_window_and_what_uint32_reaches(
+    window: int, span: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both are small; a single box's part of one update is never cut, and reaches further in no known layout."""
+    monkeypatch.setattr(exchange_module, "WINDOW", window)
+    monkeypatch.setattr(exchange_module, "_SPAN", span)
+    old, new = random_weights(0), random_weights(1)
+    cuts = list(range(0, 48, 4))
+    staged = staged_from(tmp_path / "staged", old, new, cuts, set())
+    exchange = Exchange(tmp_path / "orders", staged, MAPS, HASHES, LAYOUT, lambda: None)
+    exchange.write(staged)
+    for rank, files in enumerate(rank_files(tmp_path / "orders", exchange)):
+        memories = dense(old, rank)
+        write_new(files, memories)
+        assert all(map(torch.equal, memories, dense(new, rank)))
+        for piece, targets in zip(files.order.pieces, files.open_targets(), strict=True):
+            assert piece.elements <= window
+            assert int(targets.max()) - piece.base < span or piece.count <= 4
 
 
 @pytest.mark.parametrize("part", [1 << 18, 4, 1])
