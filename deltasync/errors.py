@@ -47,6 +47,7 @@ from publisher.errors import (
     WritersDisagree,
 )
 from subscriber.errors import (
+    EngineBusy,
     EngineChanged,
     EngineDrift,
     EngineFailed,
@@ -75,6 +76,7 @@ __all__ = [
     "CredentialsExpired",
     "DeltasyncError",
     "DemoFailed",
+    "EngineBusy",
     "EngineChanged",
     "EngineDrift",
     "EngineFailed",

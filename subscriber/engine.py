@@ -57,9 +57,10 @@ class Engine(Protocol):
         Raises EngineFailed while it cannot be reached, EngineMismatch if it is none that can be driven.
         """
 
-    async def check(self) -> None:
+    async def check(self) -> str | None:
         """Whether this is still the engine, and the weights, that were left behind: cheap, and called often.
 
+        Returns why it serves nothing although it was released; None if it serves, or is held.
         Raises EngineRestarted, EngineChanged if somebody else has written weights, EngineFailed.
         """
 
@@ -77,8 +78,9 @@ class Engine(Protocol):
     async def scatter(self, prepared: Prepared) -> Scattered:
         """Pause, write, resume. May be repeated, also by another process. After an error the engine stays held.
 
-        Raises EngineChanged before the first write if what is live is not what was prepared for. A repair ends
-        with a full digest before anything is served: VerificationFailed.
+        Raises EngineBusy if nothing was written and what was served before is served on; EngineChanged before the
+        first write if what is live is not what was prepared for. A repair ends with a full digest before anything is
+        served: VerificationFailed.
         """
 
     async def hold(self, reason: str) -> None:

@@ -41,6 +41,11 @@ class EngineFailed(SubscriberError):
     action = Action.RETRY
 
 
+class EngineBusy(SubscriberError):
+    kind = "engine_busy"
+    action = Action.RETRY
+
+
 class EngineNotReady(SubscriberError):
     kind = "engine_not_ready"
     action = Action.RETRY

@@ -11,7 +11,7 @@ from manifest.errors import Untrusted
 from manifest.log import VersionLog
 from manifest.schema import Manifest
 from subscriber.engine import Engine, Prepared, Scattered
-from subscriber.errors import EngineDrift, StagedLost, VerificationFailed
+from subscriber.errors import EngineBusy, EngineDrift, StagedLost, VerificationFailed
 from subscriber.journal import AppliedRecord, ApplyingRecord, Entry, Journal
 from subscriber.report import Report, event
 from subscriber.staging import Held, load_staged
@@ -66,7 +66,8 @@ class Holder:
     async def write(self, prepared: Prepared) -> Scattered:
         """Journal, scatter, journal. Once begun it is carried through, even if the caller is cancelled.
 
-        After an error `held` is None, the engine serves nothing, and `recover` decides.
+        After EngineBusy all is as before; after another error `held` is None, the engine serves nothing, and `recover`
+        decides.
         """
         work = asyncio.ensure_future(self._write(prepared))
         cancelled = False
@@ -90,6 +91,9 @@ class Holder:
             scattered = await self.engine.scatter(prepared)
             crash_point("subscriber.before_record")
             self._record(staged.target)
+        except EngineBusy:
+            self._journal.write(before or Entry(self._stream))
+            raise
         except BaseException:  # also a cancellation: what the engine holds is not known any more
             self.doubt(f"writing version {staged.target.version} failed")
             raise

@@ -54,6 +54,7 @@ class _State:
     stream: str = ""
     state: Literal["serving", "held", "stopped"] = "held"
     reason: str | None = "no verified version has been loaded yet"
+    paused: str | None = None
     applied: int | None = None
     root: str | None = None
     applied_at: float | None = None
@@ -91,12 +92,12 @@ class Report:
     @property
     def ready(self) -> bool:
         """Whether the engine serves a verified version."""
-        return self._state.state == "serving"
+        return self._state.state == "serving" and self._state.paused is None
 
     @property
     def reason(self) -> str | None:
         """Why the engine is not ready; None if it is."""
-        return self._state.reason
+        return self._state.reason or self._state.paused
 
     def lag(self) -> tuple[int, float]:
         """Versions, and seconds since the oldest one of them was committed."""
@@ -164,7 +165,7 @@ class Report:
         """The engine serves `version`, verified."""
         with self._lock:
             state = self._state
-            state.state, state.reason = "serving", None
+            state.state, state.reason, state.paused = "serving", None, None
             state.applied, state.root, state.needs = version, root.hex(), version
             behind = state.newest is not None and state.newest > version
             state.behind_since = self._clock() if behind else None
@@ -205,6 +206,15 @@ class Report:
         self.metrics.ready.set(0)
         if not known:
             event("held", logging.WARNING, reason=reason)
+
+    def paused(self, reason: str | None) -> None:
+        """Why the engine serves nothing though it was left serving; None: it serves."""
+        with self._lock:
+            known, self._state.paused = self._state.paused, reason
+            ready = self.ready
+        self.metrics.ready.set(int(ready))
+        if reason is not None and known is None:
+            event("paused", logging.WARNING, reason=reason)
 
     def stopped(self) -> None:
         with self._lock:
@@ -266,8 +276,8 @@ class Report:
                 id=self.id,
                 stream=state.stream,
                 boot_id=state.boot_id,
-                state=state.state,
-                reason=state.reason,
+                state="held" if state.paused and state.state == "serving" else state.state,
+                reason=self.reason,
                 applied_version=state.applied,
                 applied_root=state.root,
                 applied_at=state.applied_at,

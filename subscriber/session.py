@@ -28,6 +28,7 @@ from subscriber.spool import Spool
 from subscriber.threads import in_thread
 
 _LONGEST_PAUSE: Final = 60.0  # seconds between tries of what keeps failing
+_LONGEST_LOOK: Final = 2.0  # the same between looks while nothing is served: it may be over at any moment
 
 
 class Session:
@@ -102,7 +103,7 @@ class Session:
                 if idle and once:
                     return
                 if idle:
-                    await sleep_until(self._wake, self._backoff(self._lost))
+                    await sleep_until(self._wake, self._until_next_look())
         finally:
             watch.stop()
             renewals.cancel()
@@ -123,7 +124,7 @@ class Session:
                     await self._lease.renew()
                 else:
                     self._lease.tell()
-                await sleep_until(self._wake, self._backoff(self._lost))
+                await sleep_until(self._wake, self._until_next_look())
         if self._lost:
             self._lost = 0
             self._report.recovered()
@@ -138,7 +139,7 @@ class Session:
                 if once:
                     raise
                 self._note(error)
-                await sleep_until(self._wake, self._backoff(self._lost))
+                await sleep_until(self._wake, self._until_next_look())
         if self._lost:
             self._lost = 0
             self._report.recovered()
@@ -245,7 +246,7 @@ class Session:
     async def _check(self, follower: Follower) -> None:
         """See that the engine is there and holds what it was left with, else nothing that it holds counts any more."""
         try:
-            await self._engine.check()
+            self._report.paused(await self._engine.check())
         except EngineRestarted:
             raise
         except SubscriberError as error:  # a mismatch as well: another server may have taken its place
@@ -346,11 +347,15 @@ class Session:
         self._lost += 1
         self._report.failed(error)
 
-    def _backoff(self, tries: int) -> float:
+    def _until_next_look(self) -> float:
+        """Seconds."""
+        return self._backoff(self._lost, _LONGEST_PAUSE if self._report.ready else _LONGEST_LOOK)
+
+    def _backoff(self, tries: int, longest: float = _LONGEST_PAUSE) -> float:
         """Seconds until the next try after `tries` failures in a row; 0: the next look."""
         delay = self._config.poll_interval if self._link is None else self._link.poller.delay()
         # Or a fleet that lost its store at one moment would come back to it at one moment.
-        return max(delay, min(_LONGEST_PAUSE, delay * 2.0 ** min(tries, 20)) * random.uniform(0.8, 1.0))
+        return max(delay, min(longest, delay * 2.0 ** min(tries, 20)) * random.uniform(0.8, 1.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,9 @@ class TorchEngine:
     async def attach(self) -> str:
         return self._boot_id
 
-    async def check(self) -> None:
+    async def check(self) -> str | None:
         """Lives and dies with this process; what somebody else writes is seen by `scatter` and by the audit."""
+        return None
 
     @property
     def version(self) -> int | None:

@@ -162,13 +162,18 @@ class CountingStore(MemoryStore):
 
 
 class RemoteEngine(TorchEngine):
-    """A torch engine with the manners of a server: `gone` while set, and every life has a number."""
+    """A torch engine with the manners of a server: `gone` while set, and every life has a number.
+
+    `written`, `busy`: raised by the next check, by the next scatter. `paused`: by whom.
+    """
 
     def __init__(self, builder: StreamBuilder) -> None:
         self.builder = builder
         self.life = 0
         self.gone: DeltasyncError | None = None
         self.written: DeltasyncError | None = None
+        self.busy: DeltasyncError | None = None
+        self.paused: str | None = None
         self.held: list[str] = []
         self.restart()
 
@@ -183,13 +188,14 @@ class RemoteEngine(TorchEngine):
         self.attached = self.life
         return f"life-{self.life}"
 
-    async def check(self) -> None:
+    async def check(self) -> str | None:
         self._reach()
         if self.attached != self.life:
             raise EngineRestarted(f"life {self.life} answers, not {self.attached}", hint="")
         if self.written is not None:
             error, self.written = self.written, None
             raise error
+        return self.paused
 
     async def prepare(self, staged: StagedUpdate) -> Prepared:
         await self.check()
@@ -197,6 +203,9 @@ class RemoteEngine(TorchEngine):
 
     async def scatter(self, prepared: Prepared) -> Scattered:
         await self.check()
+        if self.busy is not None:
+            error, self.busy = self.busy, None
+            raise error
         return await super().scatter(prepared)
 
     async def hold(self, reason: str) -> None:

@@ -15,8 +15,15 @@ from manifest.catalog import Catalog
 from manifest.schema import ChunkRef
 from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
-from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, EngineRestarted, StagedLost
-from subscriber.poll import Poller
+from subscriber.errors import (
+    EngineBusy,
+    EngineChanged,
+    EngineFailed,
+    EngineMismatch,
+    EngineRestarted,
+    StagedLost,
+)
+from subscriber.poll import Poller, sleep_until
 from subscriber.report import Report
 from subscriber.spool import Share, Spool
 from subscriber.staging import StagedUpdate
@@ -103,6 +110,63 @@ def test_a_life_that_ends_during_an_apply(remote: Remote, monkeypatch: pytest.Mo
     monkeypatch.setattr(RemoteEngine, "_scatter", dies)
     with running(remote.subscriber):
         until(lambda: remote.holds(1) and remote.engine.life == 2)
+
+
+def test_an_engine_that_could_not_be_written_just_now_serves_on(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot be paused in time, or whose staged files were lost: nothing was written, nothing is held."""
+    reasons: list[str] = []
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        monkeypatch.setattr(Report, "held", lambda report, reason: reasons.append(reason))
+        held = len(remote.engine.held)
+        remote.engine.busy = EngineBusy("requests are running", hint="")
+        remote.builder.train()
+        until(lambda: remote.holds(2))
+        assert remote.engine.busy is None
+        assert (reasons, len(remote.engine.held)) == ([], held)
+        assert [applied.from_anchor for applied in remote.applied] == [True, False]
+
+
+def test_an_engine_that_somebody_has_paused_is_not_ready(remote: Remote) -> None:
+    """Requests would wait there; its weights are right all the while, and updates go on."""
+    report = remote.subscriber.report
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1) and report.ready)
+        held = len(remote.engine.held)
+        remote.engine.paused = "somebody has paused it"
+        until(lambda: not report.ready)
+        assert (remote.reason(), report.status().state) == ("somebody has paused it", "held")
+        assert "deltasync_subscriber_ready 0.0" in report.metrics.text().decode()
+        remote.builder.train()
+        until(lambda: remote.holds(2))
+        remote.engine.paused = None
+        until(lambda: report.ready)
+        assert (report.reason, report.status().state) == (None, "serving")
+        assert len(remote.engine.held) == held
+
+
+def test_what_serves_nothing_is_looked_at_every_few_seconds(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FIELD_REPORTS knows fleets that stay paused for a minute after what they waited for was there again."""
+    waits: list[float] = []
+
+    async def counted(wake: asyncio.Event, seconds: float) -> None:
+        waits.append(seconds)
+        await sleep_until(wake, 0)
+
+    monkeypatch.setattr("subscriber.session.sleep_until", counted)
+    with running(remote.subscriber):
+        until(lambda: remote.holds(1))
+        remote.engine.gone = EngineFailed("its memory has been released", hint="")
+        until(lambda: not remote.subscriber.report.ready)
+        waits.clear()
+        until(lambda: len(waits) > 30)
+        remote.engine.gone = None
+        until(lambda: remote.holds(1))
+    assert max(waits) <= 2
 
 
 @pytest.mark.parametrize(
