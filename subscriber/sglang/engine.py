@@ -21,6 +21,7 @@ from subscriber.config import ServerConfig, SGLangEngineConfig
 from subscriber.disk import disk_errors
 from subscriber.engine import EngineState, Prepared, Scattered
 from subscriber.errors import (
+    EngineBusy,
     EngineChanged,
     EngineFailed,
     StagedLost,
@@ -97,7 +98,7 @@ class SGLangEngine:
             self._tokens = _writes(done)
             event("apply_was_healed", server=self._server.name)
 
-    async def check(self) -> None:
+    async def check(self) -> str | None:
         acks = await self._client.ping()
         if any(ack["writes"] != self._tokens[ack["rank"]] for ack in acks):
             self._same(_writes(await self._client.hello()))
@@ -106,6 +107,9 @@ class SGLangEngine:
                 f"{self._server.name}: somebody else holds the server: {acks[0]['gate']}",
                 hint="let one subscriber drive it; all its weights are checked now",
             )
+        if self._version is not None and any(ack["paused"] for ack in acks):
+            return f"{self._server.name}: somebody else has paused the server; POST /continue_generation"
+        return None
 
     def _same(self, tokens: list[int]) -> None:
         if tokens != self._tokens:
@@ -145,6 +149,11 @@ class SGLangEngine:
                 await self._verify_live(staged)
             await self.release(staged.target.version)
         except SubscriberError as error:
+            if not isinstance(error, EngineChanged) and await self._serves_on():
+                raise EngineBusy(
+                    f"version {staged.target.version} was not written, {self._version} is served on: {error.message}",
+                    hint=error.hint or "it is tried again by itself",
+                ) from error
             self._version = None
             with suppress(
                 EngineFailed
@@ -153,6 +162,17 @@ class SGLangEngine:
             raise
         pause = time.perf_counter() - began
         return Scattered(staged.target.version, pause, max(float(ack["seconds"]) for ack in acks))
+
+    async def _serves_on(self) -> bool:
+        """Let generation go on if no rank has begun to write, and the version from before was served."""
+        try:
+            acks = await self._client.hello()
+            if self._version is None or any(ack["version"] != self._version or ack["gate"] for ack in acks):
+                return False
+            await self._client.resume()
+        except SubscriberError:
+            return False
+        return True
 
     async def hold(self, reason: str) -> None:
         self._version = None
@@ -190,7 +210,7 @@ class SGLangEngine:
 
         try:
             exchange = await in_thread(list_targets)
-            request = {"directory": str(directory), "orders": exchange.orders}
+            request = {"directory": str(directory), "orders": exchange.orders, "maps": mapped.hashes}
             if gathered:
                 self._same([int(ack["token"]) for ack in await self._client.run("gather", name, **request)])
                 crash_point("subscriber.after_gather")
@@ -291,7 +311,7 @@ class SGLangEngine:
         mapped = await self._map(catalog)
         directory = self._directory / "map"
         try:
-            acks = await self._client.run("digest", uuid4().hex, directory=str(directory))
+            acks = await self._client.run("digest", uuid4().hex, directory=str(directory), maps=mapped.hashes)
         except (StagedLost, EngineChanged):
             self._mapped = None
             raise

@@ -27,8 +27,8 @@ class Host(Protocol):
     def vote(self, ack: Ack) -> list[Ack]:
         """The acknowledgements of all ranks that get the same requests in the same order."""
 
-    def memory_released(self) -> bool:
-        """Whether somebody has given the memory of the weights back to the device for now: nobody may touch it."""
+    def released(self) -> list[str]:
+        """What somebody has given back to the device for now ("kv_cache", "weights", …): nobody may use it."""
 
     def idle(self) -> bool:
         """Whether no request holds anything computed from the weights, or will until generation continues."""
@@ -36,11 +36,11 @@ class Host(Protocol):
     def stop_batches(self) -> None:
         """Take back what runs, and let no batch run until generation is continued."""
 
-    def settle(self) -> None:
-        """Move on what can be moved without running a batch; all ranks call it together."""
-
     def disown(self) -> Ack:
         """The weights are no version any more: tell running requests."""
 
     def wrote(self, version: str) -> None:
-        """The weights are `version` now: tell running requests, and drop what was cached."""
+        """The weights are `version` now: tell running requests."""
+
+    def drop_cache(self) -> None:
+        """Forget what was computed from the weights; the server is idle. Raises if it cannot be forgotten."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from subscriber.sglang.traced import Traced
 from subscriber.sglang.wire import RankFiles, Targets, Values
 
 _IN_MEMORY: Final = 1 << 30
@@ -11,12 +12,13 @@ _IN_MEMORY: Final = 1 << 30
 
 @dataclass(slots=True)
 class Job:
-    """An order at hand, which leads to `version`; -1 while that is not known.
+    """An order at hand, for places of `traced`, which leads to `version`; -1 while that is not known.
 
     `token`: the count of writes when its old bits were read, None if they were not.
     """
 
     name: str
+    traced: Traced
     files: RankFiles
     targets: Targets
     version: int = -1

@@ -7,7 +7,8 @@ releases named in docs/sglang.md; one where a hooked name is missing is refused.
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +28,7 @@ _WRITERS: Final = (
     "update_weights_from_ipc", "begin_weight_update", "end_weight_update", "release_memory_occupation",
     "resume_memory_occupation",
 )  # fmt: skip
-_NEEDED: Final = ("continue_generation", "pause_generation", "grammar_manager", "_add_request_to_queue")
+_NEEDED: Final = ("continue_generation", "pause_generation", "grammar_manager.grammar_queue")
 """Of a scheduler."""
 _HARMLESS: Final = {"checksum", "snapshot", "compare"}
 """Actions of `/weights_checker` that only read."""
@@ -83,7 +84,8 @@ class Server:
     def refusals(self) -> list[str]:
         from subscriber.sglang.refusals import refusals
 
-        reasons: list[str] = refusals(self.model, self._scheduler.server_args)
+        config = self._updater.tp_worker.model_runner.model_config
+        reasons: list[str] = refusals(self.model, self._scheduler.server_args, config)
         return [*unguarded(self._updater, self._scheduler), *reasons]
 
     def vote(self, ack: "Ack") -> "list[Ack]":
@@ -94,12 +96,13 @@ class Server:
         torch.distributed.all_gather_object(acks, ack, group=group)
         return acks
 
-    def memory_released(self) -> bool:
-        return "weights" in self._updater.offload_tags
+    def released(self) -> list[str]:
+        return sorted(map(str, self._updater.offload_tags))
 
     def idle(self) -> bool:
         # Requests that wait have been retracted: they are computed anew.
-        return bool(self._scheduler.is_fully_idle(ignore_waiting=True))
+        with self._without_grammars():
+            return bool(self._scheduler.is_fully_idle(ignore_waiting=True))
 
     def stop_batches(self) -> None:
         # With the flag alone a batch at hand would stay half done: nothing could be written, and requests that are
@@ -108,13 +111,15 @@ class Server:
 
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
 
-    def settle(self) -> None:
-        # Only a running scheduler takes requests whose grammar is ready from their queue, and one that is not empty
-        # forbids a flush.
-        grammars = self._scheduler.grammar_manager
-        if grammars.has_waiting_grammars():
-            for request in grammars.get_ready_grammar_requests():
-                self._scheduler._add_request_to_queue(request)
+    @contextmanager
+    def _without_grammars(self) -> Iterator[None]:
+        """Without requests whose grammar is being compiled, which hold nothing yet: to SGLang it is not idle then."""
+        manager = self._scheduler.grammar_manager
+        waiting, manager.grammar_queue = manager.grammar_queue, []
+        try:
+            yield
+        finally:
+            manager.grammar_queue = waiting
 
     def disown(self) -> "Ack":
         # Whoever writes may name a version, after this; one that does not would leave ours.
@@ -123,8 +128,12 @@ class Server:
 
     def wrote(self, version: str) -> None:
         self._updater.record_weight_version_after_update(version)
-        if not self._updater.flush_cache(empty_cache=False):
-            raise RuntimeError("the cache of the old weights could not be dropped")
+
+    def drop_cache(self) -> None:
+        with self._without_grammars():
+            dropped = self._updater.flush_cache(empty_cache=False)
+        if not dropped:
+            raise RuntimeError("the cache of other weights could not be dropped")
 
 
 @cache
@@ -138,12 +147,17 @@ def _release(distribution: str) -> str:
 def unguarded(updater: object, scheduler: object) -> list[str]:
     """Why this release of SGLang cannot be trusted: what is not hooked by its name may go by another one."""
     names = [name for name in _WRITERS if not hasattr(updater, name)]
-    names += [name for name in _NEEDED if not hasattr(scheduler, name)]
+    names += [name for name in _NEEDED if not _has(scheduler, name)]
     return [
         f"this release of SGLang has no {name}, so weights may change, or batches run, unnoticed: "
         "use a release that docs/sglang.md names"
         for name in names
     ]
+
+
+def _has(thing: object, path: str) -> bool:
+    name, _, rest = path.partition(".")
+    return hasattr(thing, name) and (not rest or _has(getattr(thing, name), rest))
 
 
 def _after_init(result: Any, updater: Any) -> None:

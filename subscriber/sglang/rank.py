@@ -23,10 +23,9 @@ from manifest.catalog import Catalog
 from subscriber.disk import FULL
 from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, StagedLost, StagingFull
 from subscriber.sglang import live
-from subscriber.sglang.boxes import BoxMap
 from subscriber.sglang.host import Ack, Host
 from subscriber.sglang.job import Job
-from subscriber.sglang.live import LiveMemories
+from subscriber.sglang.traced import Known, Traced, trace_model
 from subscriber.sglang.wire import NOT_PAUSED, PROTOCOL, RankFiles, file_hash
 
 _TASKS: Final = 2
@@ -50,16 +49,12 @@ class Rank:
         self._host = host
         self.boot = secrets.token_hex(8)
         self.writes = 0
-        self._foreign = 0
+        self._foreign = 0  # how often somebody else has
+        self._cached = 0  # the same, at the oldest weights that anything cached may come from
         self.gate: str | None = None
         self._released: Released | None = None
-        self._catalog: Catalog | None = None
-        self._map: BoxMap | None = None
-        self._map_data = b""
-        self._mapped_at = -1  # how often somebody else had written then
+        self._maps = Known()
         self._refusals: list[str] | None = None
-        self._live: LiveMemories | None = None
-        self._covered: Ack = {}
         self._job: Job | None = None
         self._unfinished: str | None = None
         self._results: dict[str, Ack | None] = {}  # by task, in order of their start; None until it has ended
@@ -77,8 +72,6 @@ class Rank:
 
     def handle(self, request: Ack) -> list[Ack]:
         """Do what `request` says, on the scheduler's thread. Returns the acknowledgements of all ranks."""
-        if self.gate is not None or request["op"] == "scatter":
-            self._host.settle()
         if request["op"] == "scatter":
             return self._scatter(request)
         if request["op"] == "release":
@@ -151,31 +144,20 @@ class Rank:
         directory, began = Path(request["directory"]), time.perf_counter()
         catalog = Catalog.from_bytes(_read(directory / "catalog", request["catalog"]))
         self._check_present()
-        if self._catalog is None or self._catalog.hash != catalog.hash or self._mapped_at != self._foreign:
-            self._trace(catalog)
-        _write(directory / f"{self._host.rank}.map", self._map_data)
-        return {
-            "map": file_hash(self._map_data),
-            "coverage": self._covered,
-            "seconds": time.perf_counter() - began,
-        }
+        traced = self._maps.of(catalog, self._foreign) or self._trace(catalog)
+        _write(directory / f"{self._host.rank}.map", traced.data)
+        return {"map": traced.hash, "coverage": traced.covered, "seconds": time.perf_counter() - began}
 
-    def _trace(self, catalog: Catalog) -> None:
-        from subscriber.sglang.coverage import coverage
-        from subscriber.sglang.trace import trace
-
+    def _trace(self, catalog: Catalog) -> Traced:
         if self._refused():
             raise EngineMismatch(
                 "; ".join(self._refused()), hint="docs/sglang.md says what each refusal means"
             )
-        self._catalog = None
-        traced = trace(self._host.model, catalog)
-        covered = coverage(self._host.model, traced.map, traced.fills)
-        covered.check()
-        self._covered = {"elements": covered.elements, "loaded": covered.loaded, "zeros": covered.zeros}
-        self._map, self._map_data = traced.map, traced.map.to_bytes()
-        self._live = LiveMemories(self._host.model, traced.map)
-        self._catalog, self._mapped_at, self._job = catalog, self._foreign, None
+        traced = trace_model(self._host.model, catalog, self._foreign)
+        self._maps.add(traced)
+        if self._job is not None and self._job.traced.catalog.hash == catalog.hash:
+            self._job = None  # it is for places that may not be there any more
+        return traced
 
     def _start(self, request: Ack, work: Callable[[Ack], Ack]) -> Ack:
         """Run `work` on a thread, one after the other."""
@@ -207,10 +189,9 @@ class Rank:
 
         `writes`: counted when it was asked for. A thread that counts for itself may begin in the middle of a write.
         """
-        map_, memories = self._mapped()
         began = time.perf_counter()
-        job = self._open(request, map_)
-        vectors = memories.vectors()
+        job = self._open(request)
+        vectors = job.traced.live.vectors()
         with _writing(job.files.path("old")), job.files.writer("old") as writer:
             for piece, targets in zip(job.files.order.pieces, job.targets, strict=True):
                 with self._undisturbed(writes):
@@ -222,7 +203,6 @@ class Rank:
 
     def _load(self, request: Ack) -> Ack:
         """Take the new bits of an order, and hold all it needs ready to be written."""
-        map_, _ = self._mapped()
         began = time.perf_counter()
         job = self._job
         if job is None or job.name != request["name"] or not request["gathered"]:
@@ -230,7 +210,7 @@ class Rank:
                 raise StagedLost(
                     f"order {request['name']} is not at hand", hint="it is staged again by itself"
                 )
-            job = self._open(request, map_)
+            job = self._open(request)
         job.version, job.new = int(request["version"]), job.files.open_values("new")
         job.keep("targets", "new", *(["old"] if job.old is not None else []))
         self._job = job
@@ -238,11 +218,10 @@ class Rank:
 
     def _digest(self, writes: int, request: Ack) -> Ack:
         """Digest every box of the map into `<rank>.digests`, uint64 in the order of boxes. `writes`: as `_gather`."""
-        map_, memories = self._mapped()
-        assert self._catalog is not None, "made with the map"
-        began, vectors, tensors = time.perf_counter(), memories.vectors(), self._catalog.tensors
+        traced = self._mapped(request)
+        began, vectors, tensors = time.perf_counter(), traced.live.vectors(), traced.catalog.tensors
         sums = []
-        for box in map_.boxes:
+        for box in traced.map.boxes:
             with self._undisturbed(writes):
                 sums.append(live.digest(tensors[box.tensor].name, vectors[box.memory], box))
         data = np.array(sums, "<u8").tobytes()
@@ -260,6 +239,8 @@ class Rank:
         ranks or none.
         """
         acks = self._host.vote(self._careful(lambda: self._check_release(request)))
+        if all(ack["ok"] for ack in acks) and any(ack["stale"] for ack in acks):
+            acks = self._host.vote(self._careful(self._forget))
         if all(ack["ok"] for ack in acks):
             self._released = Released(request["version"], self.writes)
             self.gate, self._job = None, None
@@ -272,7 +253,14 @@ class Rank:
             raise EngineChanged(
                 "weights were written since they were verified", hint="they are checked again"
             )
-        return {"version": int(request["version"])}
+        self._check_present()
+        return {"stale": self._cached != self._foreign, "version": int(request["version"])}
+
+    def _forget(self) -> Ack:
+        """Somebody may have put these very weights back after others had been served: drop all that is cached."""
+        self._host.stop_batches()
+        self._drop_cache()
+        return {}
 
     def _scatter(self, request: Ack) -> list[Ack]:
         """Write an order, all ranks or none; once begun, nothing runs until `release`, whoever asks for it."""
@@ -289,10 +277,10 @@ class Rank:
 
     def _check_scatter(self, request: Ack, job: Job | None) -> Ack:
         """Everything that can be refused before the first write."""
-        _, memories = self._mapped()
+        self._check_present()
         if job is None or job.name != request["name"] or job.new is None:
             raise StagedLost(f"order {request['name']} is not at hand", hint="it is staged again by itself")
-        vectors = memories.vectors()
+        vectors = job.traced.live.vectors()
         if not self._host.idle():
             return {"ok": False, "kind": NOT_PAUSED, "error": "requests are running", "hint": ""}
         if request["repair"]:
@@ -302,15 +290,14 @@ class Rank:
         for number, piece in enumerate(job.files.order.pieces):
             targets, old = job.pieces("targets")[number], job.pieces("old")[number]
             if not live.holds(vectors[piece.memory], piece, targets, old):
-                name = self._mapped()[0].memories[piece.memory].name
+                name = job.traced.map.memories[piece.memory].name
                 raise EngineChanged(
                     f"{name} is not what it was when it was read", hint="all is checked again"
                 )
         return {}
 
     def _write(self, job: Job) -> Ack:
-        map_, memories = self._mapped()
-        vectors = memories.vectors()
+        memories, vectors = job.traced.map.memories, job.traced.live.vectors()
         _synchronize(vectors)
         began, busy = time.perf_counter(), time.thread_time()
         with torch.inference_mode():
@@ -318,34 +305,38 @@ class Rank:
                 targets, new = job.pieces("targets")[number], job.pieces("new")[number]
                 if not live.write(vectors[piece.memory], piece, targets, new):
                     raise EngineMismatch(
-                        f"{map_.memories[piece.memory].name} does not hold what was just written",
+                        f"{memories[piece.memory].name} does not hold what was just written",
                         hint="the memory is damaged, or another thread writes it; replace the server",
                     )
         seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - busy
         self._host.wrote(str(job.version))
+        self._drop_cache()
         self._unfinished = None
         return {"token": self.writes, "seconds": seconds, "cpu_seconds": cpu_seconds}
 
-    def _open(self, request: Ack, map_: BoxMap) -> Job:
-        directory, orders = Path(request["directory"]), request["orders"]
-        files = RankFiles.load(directory, self._host.rank, orders[self._host.rank], map_.memories)
-        if files.order.map != file_hash(self._map_data):
+    def _drop_cache(self) -> None:
+        self._host.drop_cache()
+        self._cached = self._foreign
+
+    def _open(self, request: Ack) -> Job:
+        directory, orders, traced = Path(request["directory"]), request["orders"], self._mapped(request)
+        files = RankFiles.load(directory, self._host.rank, orders[self._host.rank], traced.map.memories)
+        if files.order.map != traced.hash:
             raise StagedLost(
                 "the order is for another map of this model", hint="it is mapped again by itself"
             )
-        return Job(request["name"], files, files.open_targets())
+        return Job(request["name"], traced, files, files.open_targets())
 
-    def _mapped(self) -> tuple[BoxMap, LiveMemories]:
+    def _mapped(self, request: Ack) -> Traced:
         self._check_present()
-        if self._map is None or self._live is None or self._catalog is None:
-            raise StagedLost("this rank has no map", hint="it is mapped again by itself")
-        return self._map, self._live
+        return self._maps.named(request["maps"][self._host.rank])
 
     def _check_present(self) -> None:
-        if self._host.memory_released():
+        released = self._host.released()
+        if released:
             raise EngineFailed(
-                "the memory of the weights has been released",
-                hint="POST /resume_memory_occupation; the subscriber goes on by itself",
+                f"memory has been released: {', '.join(released)}",
+                hint="POST /resume_memory_occupation for all of it; the subscriber goes on by itself",
             )
 
 

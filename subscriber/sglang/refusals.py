@@ -115,16 +115,21 @@ SERVER_ARGS: Final[tuple[_Check, ...]] = (
 """Name of a setting, whether a value of it is refused, and why with what to change."""
 
 
-def refusals(model: nn.Module, server_args: object) -> list[str]:
+def refusals(model: nn.Module, server_args: object, model_config: object = None) -> list[str]:
     """Everything about this server that cannot be synced; empty if nothing is known to be in the way.
 
-    `server_args`: SGLang's, or any object with its attributes; lists are cut after 20 modules each.
+    `server_args`, `model_config`: SGLang's, or any objects with their attributes; lists are cut after 20 modules each.
     """
     found = [
         f"{name}={value!r}: {why}"
         for name, refused, why in SERVER_ARGS
         if refused(value := getattr(server_args, name, None))
     ]
+    if getattr(model_config, "is_multimodal", False):
+        found.append(
+            f"{type(model).__name__} is multimodal: a flush leaves embeddings of images by old weights: "
+            "serve a text model"
+        )
     if not callable(getattr(model, "load_weights", None)):
         found.append(f"{type(model).__name__} has no load_weights, so its layout cannot be traced")
     if hasattr(model, "post_load_weights"):

@@ -30,7 +30,7 @@ from chunkstore.regions import Indices
 from subscriber.errors import StagedLost
 from subscriber.sglang.boxes import Memory
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 PREFIX: Final = "deltasync:"
 NOT_PAUSED: Final = "not_paused"
 """Kind of a refusal to write that another pause will cure."""

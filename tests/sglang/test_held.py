@@ -21,12 +21,20 @@ from tests.sglang.watcher import versions_of
 from tests.subscriber.parts import until
 from tests.support.tiny_models import VOCABULARY
 
+FAULTS: Final = Path(__file__).with_name("faults")
 LONG: Final = 1800
 """Tokens of a request that outlasts what is done meanwhile."""
 
 
 @pytest.fixture(scope="module")
-def usual_server(dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def usual_server(
+    dense_checkpoint: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SglangServer]:
     folder = tmp_path_factory.mktemp("usual")
     words = {"<end>": 0} | {chr(i + 32): i for i in range(1, VOCABULARY)}
     core = Tokenizer(models.WordLevel(words, unk_token="<end>"))
@@ -38,13 +46,17 @@ def usual_server(dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
         tokenizer=folder,
         overlap=True,
         flags=("--grammar-backend", "xgrammar", "--log-requests", "--context-length", "2048"),
+        environment={"DELTASYNC_FAULTS": str(faults)},
+        path=(FAULTS,),
     )
     with SglangServer(options, folder / "server.log") as server:
         yield server.wait_ready()
 
 
 @pytest.fixture
-def served(usual_server: SglangServer, dense_checkpoint: Path) -> Served:
+def served(usual_server: SglangServer, dense_checkpoint: Path, faults: Path) -> Served:
+    for path in faults.iterdir():
+        path.unlink()
     return reset(usual_server, dense_checkpoint)
 
 
@@ -54,22 +66,30 @@ def hold(server: SglangServer) -> None:
     assert oracle.post(server, "/weights_checker", action=action)["success"]
 
 
+def hello(server: SglangServer) -> Any:
+    """What the first rank says of itself."""
+    return json.loads(oracle.post(server, "/weights_checker", action='deltasync:{"op": "hello"}')["message"])[
+        0
+    ]
+
+
 def spoil(server: SglangServer) -> None:
     """Write over all weights, whatever is going on."""
     oracle.post(server, "/weights_checker", action="reset_tensors")
 
 
 class Ask:
-    """A request for an object of JSON, on a thread."""
+    """A request for an object of JSON with the field `name`, on a thread."""
 
-    def __init__(self, server: SglangServer) -> None:
+    def __init__(self, server: SglangServer, name: str) -> None:
         self.meta: dict[str, Any] = {}
+        self._schema = json.dumps({"type": "object", "properties": {name: {"type": "string"}}})
         self._server = server
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        sampling = {"max_new_tokens": 8, "json_schema": json.dumps({"type": "object"})}
+        sampling = {"max_new_tokens": 8, "json_schema": self._schema}
         with self._server.client(120) as client:
             answer = client.post("/generate", json={"text": "{", "sampling_params": sampling})
         assert answer.status_code == httpx.codes.OK
@@ -93,21 +113,82 @@ def test_running_requests_go_on_while_batches_overlap(served: Served, tmp_path: 
         equals_export(served, trainer)
 
 
-def test_a_request_that_waits_for_its_grammar_does_not_hold_up_a_held_server(
-    served: Served, tmp_path: Path
+@pytest.mark.parametrize("held", [True, False])
+def test_a_request_that_waits_for_its_grammar_holds_nothing_up(
+    held: bool, served: Served, faults: Path, tmp_path: Path
 ) -> None:
-    """It comes in by a stranger's /continue_generation, and would have to leave its queue before a flush."""
+    """Compiling one may take many seconds. To SGLang the server is not idle meanwhile, and flushes nothing."""
     server = served.server
-    hold(server)
-    spoil(server)
-    oracle.continue_generation(server)
-    ask = Ask(server)
-    until(lambda: "json_schema" in server.log.read_text().rpartition("Receive: ")[2])
-    with training(served.checkpoint, tmp_path) as trainer:
-        trainer.publish()
+    with training(served.checkpoint, tmp_path) as trainer, Follower(server.url, trainer) as follower:
+        follower.reach(trainer.publish())
+        (faults / "0.grammar").write_text("wait")
+        if held:
+            hold(server)
+            spoil(server)
+            oracle.continue_generation(server)
+        ask = Ask(server, f"field-{held}")
+        until(lambda: (faults / "0.grammar.reached").exists())
+        follower.reach(trainer.publish())
+        until(lambda: follower.subscriber.report.ready)
+        assert ask.meta == {}
+        (faults / "go").touch()
+        assert versions_of(ask.result()) == ("2",)
+        equals_export(served, trainer)
+
+
+def test_what_somebody_elses_weights_left_in_the_cache_is_not_used(served: Served, tmp_path: Path) -> None:
+    """They served, and then put the version's own weights back, without a flush: nothing is left to write."""
+    server = served.server
+    with training(served.checkpoint, tmp_path, lr=0.01) as trainer:
+        with Follower(server.url, trainer) as follower:
+            follower.reach(trainer.publish())
+        with Stream(server, tokens=16) as own:
+            pass
+        oracle.load_from_disk(server, served.checkpoint)
+        with Stream(server, tokens=16) as other:
+            pass
+        oracle.load_from_disk(server, trainer.export(1), flush_cache=False)
         with Follower(server.url, trainer) as follower:
             follower.reach(1)
-            assert versions_of(ask.result()) == ("1",)
+        with Stream(server, tokens=16) as again:
+            pass
+        assert again.meta["cached_tokens"] == 0
+        assert again.ids == own.ids != other.ids
+
+
+def test_a_server_that_somebody_has_paused_is_not_ready(served: Served, tmp_path: Path) -> None:
+    with training(served.checkpoint, tmp_path) as trainer, Follower(served.server.url, trainer) as follower:
+        follower.reach(trainer.publish())
+        report = follower.subscriber.report
+        oracle.post(served.server, "/pause_generation", mode="in_place")
+        until(lambda: not report.ready)
+        assert "/continue_generation" in (report.reason or "")
+        oracle.continue_generation(served.server)
+        until(lambda: report.ready)
+        assert (
+            report.metrics.errors.labels("engine_changed")._value.get() == 0
+        )  # nothing is digested for that
+
+
+def test_nothing_runs_while_a_part_of_the_memory_is_released(served: Served, tmp_path: Path) -> None:
+    """A colocated trainer takes back the weights' memory first, and the cache's when it has been written."""
+    server = served.server
+    with training(served.checkpoint, tmp_path) as trainer, Follower(server.url, trainer) as follower:
+        follower.reach(trainer.publish())
+
+        def said() -> str:
+            error = follower.subscriber.report.status().last_error
+            return "" if error is None else error.message
+
+        oracle.post(server, "/pause_generation", mode="retract")
+        oracle.post(server, "/release_memory_occupation", tags=["kv_cache", "weights"])
+        until(lambda: "released: kv_cache, weights" in said())
+        oracle.post(server, "/resume_memory_occupation", tags=["weights"])
+        trainer.publish()
+        until(lambda: said().endswith("released: kv_cache"))
+        assert hello(server)["paused"]
+        oracle.post(server, "/resume_memory_occupation", tags=["kv_cache"])
+        follower.reach(2)
         equals_export(served, trainer)
 
 

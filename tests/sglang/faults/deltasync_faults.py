@@ -2,7 +2,8 @@
 
 `<folder>/<rank>.<point>` arms a point: the rank takes the file and does what it says, once. `raise`, `kill`, or
 `wait`, which lasts until `<folder>/go` exists and makes `gone`; `after N …` lets N calls pass first. Points are the
-functions of `subscriber.sglang.live` (gather, write, digest), which a rank calls once per piece or box.
+functions of `subscriber.sglang.live` (gather, write, digest), which a rank calls once per piece or box, and `grammar`,
+which SGLang calls on a thread to compile one.
 """
 
 import os
@@ -24,6 +25,11 @@ def register() -> None:
 
     for point in POINTS:
         setattr(live, point, _breakable(Path(folder), point, getattr(live, point)))
+    try:
+        from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend as Grammars
+    except ImportError:
+        return
+    Grammars.dispatch_json = _breakable(Path(folder), "grammar", Grammars.dispatch_json)
 
 
 def _breakable(folder: Path, point: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,9 +10,10 @@ import pytest
 from subscriber.config import ServerConfig, SGLangEngineConfig
 from subscriber.errors import EngineFailed, EngineMismatch
 from subscriber.sglang.client import Client
+from subscriber.sglang.wire import PROTOCOL
 from tests.support.scripted import Reply, Request, ScriptedServer
 
-ACK = {"rank": 0, "boot": "life", "ok": True, "protocol": 1}
+ACK = {"rank": 0, "boot": "life", "ok": True, "protocol": PROTOCOL}
 
 
 def greets(request: Request) -> Reply:

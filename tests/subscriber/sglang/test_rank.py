@@ -17,7 +17,7 @@ from subscriber.sglang.boxes import Box, BoxMap
 from subscriber.sglang.client import raise_failures
 from subscriber.sglang.host import Ack
 from subscriber.sglang.rank import Rank
-from subscriber.sglang.wire import NOT_PAUSED, Order, Piece, RankFiles, file_hash
+from subscriber.sglang.wire import Order, Piece, RankFiles, file_hash
 from tests.subscriber.parts import TIMEOUT, live_bits, until
 from tests.support.disks import Limited, small_disk
 
@@ -43,9 +43,10 @@ class FakeHost:
     def __init__(self) -> None:
         self.model = Model()
         self.other: Callable[[Ack], Ack] = lambda ack: ack
-        self.absent = False
-        self.running = self.compiling = 0
+        self.gone: list[str] = []
+        self.running = 0
         self.shown: list[str] = []
+        self.cached = True
 
     def describe(self) -> Ack:
         return {}
@@ -56,17 +57,14 @@ class FakeHost:
     def vote(self, ack: Ack) -> list[Ack]:
         return [ack, {**self.other(ack), "rank": 1}]
 
-    def memory_released(self) -> bool:
-        return self.absent
+    def released(self) -> list[str]:
+        return self.gone
 
     def idle(self) -> bool:
-        return not self.running and not self.compiling
+        return not self.running
 
     def stop_batches(self) -> None:
         self.running = 0
-
-    def settle(self) -> None:
-        self.compiling = max(0, self.compiling - 1)
 
     def disown(self) -> Ack:
         self.shown.append("unknown")
@@ -75,6 +73,11 @@ class FakeHost:
     def wrote(self, version: str) -> None:
         self.shown.append(version)
 
+    def drop_cache(self) -> None:
+        if self.running:
+            raise RuntimeError("requests are running")
+        self.cached = False
+
 
 class Served:
     """A mapped rank, and a subscriber's requests to it."""
@@ -82,11 +85,13 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, FakeHost()
         self.rank = Rank(self.host)
-        (folder / "catalog").write_bytes(CATALOG.data)
-        self.map = BoxMap.from_bytes(self.map_again(), CATALOG)
+        self.maps: list[str] = []
+        data = self.map_again()
+        self.map, self.maps = BoxMap.from_bytes(data, CATALOG), [file_hash(data)]
 
-    def map_again(self) -> bytes:
-        self.ask("map", catalog=file_hash(CATALOG.data))
+    def map_again(self, catalog: Catalog = CATALOG) -> bytes:
+        (self.folder / "catalog").write_bytes(catalog.data)
+        self.ask("map", catalog=file_hash(catalog.data))
         return (self.folder / "0.map").read_bytes()
 
     def ask(self, op: str, **fields: Any) -> Ack:
@@ -96,7 +101,8 @@ class Served:
         return ack
 
     def try_ask(self, op: str, **fields: Any) -> Ack:
-        return self.rank.handle({"op": op, "directory": str(self.folder), **fields})[0]
+        common = {"directory": str(self.folder), "maps": self.maps}
+        return self.rank.handle({"op": op, **common, **fields})[0]
 
     def ended(self, task: str) -> Ack:
         until(lambda: bool(self.try_ask("poll", task=task)["done"]))
@@ -200,9 +206,12 @@ def test_nobody_reads_any_more_when_a_write_begins(served: Served, monkeypatch: 
     assert served.ended("digest it")["kind"] == "engine_changed"
 
 
-def test_released_memory_is_not_touched(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", ["weights", "kv_cache"])
+def test_released_memory_is_not_touched(gone: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anything run that would need it: colocated trainers give back first the weights and then the rest."""
     served.load("an-order", 5.0)
-    served.host.absent = True
+    served.ask("hold", reason="a test")
+    served.host.gone = [gone]
     for name in ("gather", "write", "holds", "digest"):
         monkeypatch.setattr(live, name, lambda *_: pytest.fail("it touches what is not there"))
     served.ask("digest", name="it")
@@ -210,9 +219,57 @@ def test_released_memory_is_not_touched(served: Served, monkeypatch: pytest.Monk
         served.ended("digest it"),
         served.try_ask("scatter", name="an-order", repair=True),
         served.try_ask("map", catalog=file_hash(CATALOG.data)),
+        served.release(),
     ]
-    assert [ack["kind"] for ack in acks] == ["engine_failed"] * 3
+    assert [ack["kind"] for ack in acks] == ["engine_failed"] * 4
+    assert gone in acks[0]["error"]
     assert "/resume_memory_occupation" in acks[0]["hint"]
+    assert served.rank.gate == "a test"
+
+
+def test_what_is_cached_of_other_weights_is_dropped_before_anything_runs(served: Served) -> None:
+    """Somebody wrote, served, and put the very same weights back: they are right, and what is cached is not."""
+    assert served.release()["ok"]
+    assert served.host.cached  # it comes from these weights alone
+    served.rank.somebody_writes()
+    served.host.running = 1
+    served.host.other = lambda ack: {**ack, "ok": False}
+    served.release()
+    assert served.host.cached  # as on the other rank
+    served.host.other = lambda ack: ack
+    assert served.release()["ok"]
+    assert not served.host.cached
+    served.host.cached = True
+    assert served.release()["ok"]
+    assert served.host.cached
+
+
+def test_a_cache_that_cannot_be_dropped_keeps_the_gate_closed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.rank.somebody_writes()
+    served.ask("hold", reason="a test")
+    monkeypatch.setattr(FakeHost, "stop_batches", lambda host: None)
+    served.host.running = 1
+    assert not served.release()["ok"]
+    assert served.rank.gate == "a test"
+
+
+def test_another_catalog_does_not_take_the_place_of_the_one_that_is_followed(served: Served) -> None:
+    """`deltasync smoke` of another stream, at any moment."""
+    served.load("an-order", 5.0)
+    served.map_again(Catalog.of(list(CATALOG.tensors), {"tied": "a"}))
+    assert served.ask("scatter", name="an-order", repair=False)["ok"]
+    assert served.release()["ok"]
+    served.ask("digest", name="it")
+    assert served.ended("digest it")["ok"]
+
+
+def test_an_order_for_places_that_may_have_moved_is_not_written(served: Served) -> None:
+    served.load("an-order", 5.0)
+    served.rank.somebody_writes()
+    served.map_again()
+    assert served.try_ask("scatter", name="an-order", repair=True)["kind"] == "staged_lost"
 
 
 def test_ranks_open_the_gate_together_or_not_at_all(served: Served) -> None:
@@ -224,16 +281,6 @@ def test_ranks_open_the_gate_together_or_not_at_all(served: Served) -> None:
     served.host.other = lambda ack: ack
     assert served.release()["ok"]
     assert served.rank.gate is None
-
-
-def test_a_request_whose_grammar_is_compiled_does_not_stay_in_the_way(served: Served) -> None:
-    """A paused scheduler leaves it where it is, and a flush is refused as long as it is there."""
-    served.ask("hold", reason="a test")
-    served.load("an-order", 5.0)
-    served.host.compiling = 3
-    kinds = [served.try_ask("scatter", name="an-order", repair=False).get("kind") for _ in range(3)]
-    assert kinds == [NOT_PAUSED, NOT_PAUSED, None]
-    assert served.release()["ok"]
 
 
 def test_holding_takes_back_what_runs(served: Served) -> None:

@@ -50,6 +50,13 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_a_multimodal_model_is_refused() -> None:
+    """SGLang keeps embeddings of images by their hashes, and no flush drops them."""
+    (why,) = refusals(Model(), SimpleNamespace(**PLAIN), SimpleNamespace(is_multimodal=True))
+    assert "embeddings of images" in why
+    assert refusals(Model(), SimpleNamespace(**PLAIN), SimpleNamespace(is_multimodal=False)) == []
+
+
 def test_plain_servers_are_not_refused() -> None:
     assert refusals(Model(), SimpleNamespace(**PLAIN)) == []
     assert refusals(Model(), SimpleNamespace()) == []  # of another release
@@ -130,17 +137,17 @@ UPDATER = (
     "update_weights_from_ipc", "begin_weight_update", "end_weight_update", "release_memory_occupation",
     "resume_memory_occupation",
 )  # fmt: skip
-SCHEDULER = ("continue_generation", "pause_generation", "grammar_manager", "_add_request_to_queue")
+SCHEDULER = ("continue_generation", "pause_generation", "grammar_manager")
 
 
 def test_a_release_whose_ways_of_writing_are_not_all_known_is_refused() -> None:
     """A hook on a name that is not there does nothing, and SGLang goes on without it."""
     updater = dict.fromkeys(UPDATER)
-    scheduler = dict.fromkeys(SCHEDULER)
+    scheduler: dict[str, Any] = dict.fromkeys(SCHEDULER, SimpleNamespace(grammar_queue=[]))
     assert unguarded(SimpleNamespace(**updater), SimpleNamespace(**scheduler)) == []
     for name in (*UPDATER, *SCHEDULER):
         (why,) = unguarded(
             SimpleNamespace(**{key: None for key in updater if key != name}),
-            SimpleNamespace(**{key: None for key in scheduler if key != name}),
+            SimpleNamespace(**{key: value for key, value in scheduler.items() if key != name}),
         )
         assert name in why
