@@ -20,64 +20,77 @@ from chunkstore.errors import Action, DeltasyncError
 
 class SubscriberError(DeltasyncError):
     kind = "subscriber"
+    usual_hint = "look at the subscriber's log"
 
 
 class EngineMismatch(SubscriberError):
     kind = "engine_mismatch"
+    usual_hint = "serve the architecture that is trained, in the stream's dtypes"
 
 
 class EngineChanged(SubscriberError):
     kind = "engine_changed"
     action = Action.RESEED
+    usual_hint = "write a served model only through the subscriber"
 
 
 class EngineRestarted(SubscriberError):
     kind = "engine_restarted"
     action = Action.RETRY
+    usual_hint = "nothing to do: it is brought to the newest version"
 
 
 class EngineFailed(SubscriberError):
     kind = "engine_failed"
     action = Action.RETRY
+    usual_hint = "it is tried again; look at the engine's own log and memory"
 
 
 class EngineBusy(SubscriberError):
     kind = "engine_busy"
     action = Action.RETRY
+    usual_hint = "nothing to do: it is tried again soon"
 
 
 class EngineNotReady(SubscriberError):
     kind = "engine_not_ready"
     action = Action.RETRY
+    usual_hint = "wait, or see /status for the reason"
 
 
 class EngineDrift(SubscriberError):
     kind = "engine_drift"
     action = Action.RESEED
+    usual_hint = "an anchor repairs it; find out what else writes to the weights"
 
 
 class VerificationFailed(SubscriberError):
     kind = "verification_failed"
     action = Action.RESEED
+    usual_hint = "a way around it is looked for; the publisher answers with an anchor"
 
 
 class StagedLost(SubscriberError):
     kind = "staged_lost"
     action = Action.RESEED
+    usual_hint = "an anchor repairs it; do not clear the folder while a subscriber runs"
 
 
 class StagingFull(SubscriberError):
     kind = "staging_full"
     action = Action.RETRY
+    usual_hint = "free space there, or set staging_dir to another folder"
 
 
 class StagingUnavailable(SubscriberError):
     kind = "staging_unavailable"
     action = Action.RETRY
+    usual_hint = "let this user write there, or set state_dir (or staging_dir) to another folder"
 
 
 class SubscriberBusy(SubscriberError):
     kind = "subscriber_busy"
+    usual_hint = "give each subscriber an id of its own"
 
 
 def name_offenders(problems: list[str], limit: int = 50) -> str:

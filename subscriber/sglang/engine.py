@@ -152,7 +152,7 @@ class SGLangEngine:
             if not isinstance(error, EngineChanged) and await self._serves_on():
                 raise EngineBusy(
                     f"version {staged.target.version} was not written, {self._version} is served on: {error.message}",
-                    hint=error.hint or "it is tried again by itself",
+                    hint=error.hint,
                 ) from error
             self._version = None
             with suppress(
