@@ -3,7 +3,8 @@
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
@@ -20,6 +21,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _VARIABLE: Final = re.compile(r"\$\{([^}]*)\}")
 _USERINFO: Final = re.compile(r"//[^/@\s]*@")  # a name and a password in a URL
+_LABEL: Final = re.compile(r"[A-Za-z0-9_-]{1,63}")  # of a host name
 _SHOWN: Final = 80  # characters of an offending value
 
 _FORMS: Final = {
@@ -39,6 +41,27 @@ def matching(pattern: str, words: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def _origin(text: str) -> str:
+    parts = re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?/?", text)
+    if parts is None or not _is_host(parts[1]) or not 1 <= int(parts[2] or 1) <= 65535:
+        raise ValueError("has to be http://host:port or https://host:port")
+    return text
+
+
+ORIGIN: Final = AfterValidator(_origin)
+"""For a string field: a URL of a server as a whole, whose host and port there can be."""
+
+
+def _is_host(host: str) -> bool:
+    name = host.removesuffix(".")
+    if not host.startswith("[") and not name.rpartition(".")[2].isdigit():  # no name ends in a number
+        return len(name) < 254 and all(map(_LABEL.fullmatch, name.split(".")))
+    try:
+        return bool(IPv6Address(host[1:-1]) if host.startswith("[") else IPv4Address(host))
+    except ValueError:
+        return False
 
 
 def load_config(path: str | os.PathLike[str], model: type[M]) -> M:
@@ -212,14 +235,21 @@ def _fields(model: type[BaseModel], key: object) -> list[FieldInfo]:
 
 
 def _secret(fields: list[FieldInfo]) -> bool:
-    return any(SecretStr in (field.annotation, *get_args(field.annotation)) for field in fields)
+    return any(found is SecretStr for field in fields for found in _within(field.annotation))
 
 
 def _models_in(annotation: object) -> set[type[BaseModel]]:
     """Every model named anywhere in a type annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return {annotation}
-    return {found for argument in get_args(annotation) for found in _models_in(argument)}
+    return {
+        found for found in _within(annotation) if isinstance(found, type) and issubclass(found, BaseModel)
+    }
+
+
+def _within(annotation: object) -> Iterator[object]:
+    """A type annotation and everything it is made of."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _within(argument)
 
 
 def _listed(keys: list[str]) -> str:

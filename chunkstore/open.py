@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from chunkstore.config import matching
+from chunkstore.config import ORIGIN
 from chunkstore.errors import ConfigError
 from chunkstore.limit import LimitStore
 from chunkstore.memory import MemoryStore
@@ -32,10 +32,7 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(min_length=1)
-    endpoint_url: (
-        Annotated[str, matching(r"https?://[^\s/@]+/?", "has to be http://host:port or https://host:port")]
-        | None
-    ) = None
+    endpoint_url: Annotated[str, ORIGIN] | None = None
     region: str | None = Field(default=None, min_length=1)
     path_style: bool = False
     concurrency: int = Field(default=8, ge=1, le=256)

@@ -49,6 +49,7 @@ from publisher.errors import (
 from subscriber.errors import (
     EngineBusy,
     EngineChanged,
+    EngineDenied,
     EngineDrift,
     EngineFailed,
     EngineMismatch,
@@ -78,6 +79,7 @@ __all__ = [
     "DemoFailed",
     "EngineBusy",
     "EngineChanged",
+    "EngineDenied",
     "EngineDrift",
     "EngineFailed",
     "EngineMismatch",

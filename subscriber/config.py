@@ -5,9 +5,9 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from chunkstore.config import matching
+from chunkstore.config import ORIGIN, matching
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 from manifest.key_files import TrustConfig
@@ -17,11 +17,34 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 SERVER_NAME: Final = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}"
 
 _NAMING: Final = "has to be at most {} letters, digits, '.', '_' and '-', the first of them no '.'"
-_HTTP: Final = matching(r"https?://[^/?#\s]+/?", "has to be http://host:port or https://host:port")
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Python's own words for what is wrong would show the keys.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+def unsendable(key: str) -> str | None:
+    """Why `key` cannot be sent in an HTTP header, in words that do not show it; None if it can be."""
+    wrong = {
+        "is empty": not key,
+        "begins with a byte order mark": key.startswith("\ufeff"),
+        "has characters that are not ASCII": not key.isascii(),
+        "has several lines": any(char in key for char in "\r\n"),
+        "has control characters": not key.isprintable(),
+        "begins or ends with a space": key != key.strip(),
+    }
+    return next((why for why, holds in wrong.items() if holds), None)
+
+
+def _sendable(key: SecretStr) -> SecretStr:
+    why = unsendable(key.get_secret_value())
+    if why is not None:
+        raise ValueError(f"{why}; a key is one line of ASCII, and left out where the servers want none")
+    return key
+
+
+_Key = Annotated[SecretStr, AfterValidator(_sendable)]
 
 
 def _name_of_server(fields: dict[str, Any]) -> str:
@@ -46,15 +69,17 @@ class TorchEngineConfig(_Strict):
 class ServerConfig(_Strict):
     """One SGLang server. `name`: for status, metrics and files; the URL's host and port unless given."""
 
-    url: Annotated[str, _HTTP]
-    name: Annotated[str, matching(SERVER_NAME, _NAMING.format(61))] = Field(default_factory=_name_of_server)
+    url: Annotated[str, ORIGIN]
+    name: Annotated[str, matching(SERVER_NAME, _NAMING.format(61))] = Field(
+        default_factory=_name_of_server, validate_default=True
+    )
 
 
 class SGLangEngineConfig(_Strict):
     """SGLang servers on this host, which see `staging_dir` under the same path.
 
     `api_key`, `admin_api_key`: what the servers were started with; write `${NAME}` to take them from the environment,
-    or name a file, which is read anew for every connection.
+    or name a file, which is read anew for every request.
     `pause`: what happens to running requests while weights are written: they are `retract`ed and go on afterwards with
     the new weights, or they `abort`.
     Timeouts, in seconds, of one step: `request_timeout` of any small request, `prepare_timeout` of everything beside
@@ -63,9 +88,9 @@ class SGLangEngineConfig(_Strict):
 
     type: Literal["sglang"]
     servers: tuple[ServerConfig, ...] = Field(min_length=1, max_length=64)
-    api_key: SecretStr | None = None
+    api_key: _Key | None = None
     api_key_file: Path | None = None
-    admin_api_key: SecretStr | None = None
+    admin_api_key: _Key | None = None
     admin_api_key_file: Path | None = None
     pause: Literal["retract", "abort"] = "retract"
     request_timeout: Seconds = 30.0

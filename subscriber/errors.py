@@ -6,6 +6,7 @@ DeltasyncError
     ├── EngineChanged         somebody else wrote the weights (reseed)
     ├── EngineRestarted       the engine lives another life than the one that was attached (retry)
     ├── EngineFailed          the engine could not read or write its weights, e.g. out of memory (retry)
+    │   └── EngineDenied      its key is missing, wrong or cannot be sent (retry: it may be renewed)
     ├── EngineNotReady        generation was asked for while no verified version is loaded (retry)
     ├── EngineDrift           the live weights are not those of the version that was applied (reseed)
     ├── VerificationFailed    the update does not lead to the manifest's digests; nothing written (reseed)
@@ -50,6 +51,11 @@ class EngineBusy(SubscriberError):
     kind = "engine_busy"
     action = Action.RETRY
     usual_hint = "nothing to do: it is tried again soon"
+
+
+class EngineDenied(EngineFailed):
+    kind = "engine_denied"
+    usual_hint = "give it the server's key: see docs/sglang.md"
 
 
 class EngineNotReady(SubscriberError):

@@ -10,15 +10,14 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import httpx
-from pydantic import SecretStr
 
 from subscriber.config import ServerConfig, SGLangEngineConfig
 from subscriber.errors import (
     EngineChanged,
+    EngineDenied,
     EngineFailed,
     EngineMismatch,
     EngineRestarted,
@@ -28,6 +27,7 @@ from subscriber.errors import (
     name_offenders,
 )
 from subscriber.report import event
+from subscriber.sglang.http import Answer, Http
 from subscriber.sglang.wire import PREFIX, PROTOCOL
 
 Ack = dict[str, Any]
@@ -42,31 +42,29 @@ _KINDS: Final[Mapping[str, type[SubscriberError]]] = {
 
 class Client:
     """Talks to the server at `server.url`. Every method raises EngineFailed while it cannot be reached or gives no
-    answer in time, EngineMismatch if it is none that can be driven, EngineRestarted if another life of it answers than
-    the first time.
+    answer in time, EngineDenied if there is no key for it that can be used, EngineMismatch if it is none that can be
+    driven, EngineRestarted if another life of it answers than the first time.
     """
 
     def __init__(self, config: SGLangEngineConfig, server: ServerConfig) -> None:
         self._config = config
-        self._url = server.url.rstrip("/")
         self.name = server.name
         self._boots: dict[int, str] = {}
-        # Not through a proxy, which the environment may name for the object store: servers are on this host.
-        self._http = httpx.AsyncClient(base_url=self._url, timeout=config.request_timeout, trust_env=False)
+        self._http = Http(config, server)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def knock(self) -> int:
         """The HTTP status that the server answers a ping with, whatever it is."""
         action = PREFIX + json.dumps({"op": "ping"})
-        return (await self._respond("/weights_checker", {"action": action}, None)).status_code
+        return (await self._http.post("/weights_checker", {"action": action})).status
 
     async def hello(self) -> list[Ack]:
         """What every rank says of itself, in rank order."""
         acks = await self.ask("hello")
-        protocols = {ack["protocol"] for ack in acks}
-        if protocols != {PROTOCOL}:
+        protocols = {str(ack.get("protocol")) for ack in acks}
+        if protocols != {str(PROTOCOL)}:
             raise EngineMismatch(
                 f"{self.name}: the plugin speaks protocol {sorted(protocols)}, this subscriber {PROTOCOL}",
                 hint="install the same release of deltasync in SGLang's environment and for the subscriber",
@@ -114,10 +112,9 @@ class Client:
         action = PREFIX + json.dumps({"op": op, **fields})
         message = await self._post("/weights_checker", {"action": action}, timeout, op)
         try:
-            acks: list[Ack] = [ack for part in str(message).split(" | ") for ack in json.loads(part)]
-            return sorted(acks, key=lambda ack: (int(ack["rank"]), str(ack["boot"])))
-        except (ValueError, TypeError, KeyError) as error:
-            self._no_plugin(f"answered {message!r}", error)
+            return _acks_in(message)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            self._no_plugin(f"answered {str(message)[:300]!r}", error)
 
     async def run(self, op: str, name: str, **fields: object) -> list[Ack]:
         """Start long work on every rank, beside serving, and wait until all have done it."""
@@ -152,69 +149,45 @@ class Client:
     ) -> object:
         """The message of a successful answer. `op`: what a request of ours is about, for the log."""
         began = time.perf_counter()
-        response = await self._respond(path, body, timeout)
+        answer = await self._http.post(path, body, timeout)
         seconds = round(time.perf_counter() - began, 6)
         event("request", logging.DEBUG, to=op or path, server=self.name, seconds=seconds)
-        return self._message(path, response)
+        return self._message(path, answer)
 
-    async def _respond(self, path: str, body: Mapping[str, object], timeout: float | None) -> httpx.Response:
-        try:
-            headers = self._authorization()
-            return await self._http.post(
-                path, json=body, headers=headers, timeout=timeout or self._config.request_timeout
+    def _message(self, path: str, answer: Answer) -> object:
+        check_access(self.name, answer.status)
+        if path == "/weights_checker" and answer.status in (400, 404, 405, 422):
+            self._no_plugin(f"answered {answer.said}")
+        if not answer.well:
+            foreign = answer.message is None
+            raise EngineFailed(
+                f"{self.name}: {path} failed: {answer.said}",
+                hint="look at the server's log"
+                + (", or correct its url if something else answers there" if foreign else ""),
             )
-        except httpx.TimeoutException as error:
-            raise EngineFailed(
-                f"{self.name}: {self._url}{path} gave no answer in time", hint="look at the server's log"
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineFailed(
-                f"{self.name}: {self._url}{path} cannot be reached: {error or type(error).__name__}",
-                hint="start the server; it is attached by itself",
-            ) from error
-
-    def _message(self, path: str, response: httpx.Response) -> object:
-        try:
-            body = response.json()
-        except ValueError:
-            body = {}
-        message = body.get("message", body.get("error", response.text)) if isinstance(body, dict) else body
-        check_access(self.name, response.status_code)
-        if path == "/weights_checker" and response.status_code in (400, 404, 405, 422):
-            self._no_plugin(f"answered HTTP {response.status_code}: {message!s:.300}")
-        if not response.is_success or (isinstance(body, dict) and body.get("success") is False):
-            raise EngineFailed(
-                f"{self.name}: {path} failed: HTTP {response.status_code}: {message!s:.500}",
-                hint="look at the server's log",
-            )
-        return message
+        return answer.message
 
     def _no_plugin(self, answer: str, error: Exception | None = None) -> NoReturn:
         raise EngineMismatch(
             f"{self.name}: the server has no working deltasync plugin: it {answer}",
-            hint="install deltasync in SGLang's environment, and name it in SGLANG_PLUGINS if that is set",
+            hint="install deltasync in SGLang's environment, and name it in SGLANG_PLUGINS if that is set; or correct "
+            "the url if no SGLang server answers there",
         ) from error
 
-    def _authorization(self) -> dict[str, str]:
-        """All requests here are of SGLang's level that wants the admin key, if there is one, else the plain one."""
-        config = self._config
-        key = _key(config.admin_api_key, config.admin_api_key_file) or _key(
-            config.api_key, config.api_key_file
-        )
-        return {} if key is None else {"Authorization": f"Bearer {key}"}
 
+def _acks_in(message: object) -> list[Ack]:
+    """What the ranks answered, in rank order, each with at least what every acknowledgement has.
 
-def _key(value: SecretStr | None, file: Path | None) -> str | None:
-    if value is not None:
-        return value.get_secret_value()
-    if file is None:
-        return None
-    try:
-        return file.expanduser().read_text().strip()
-    except OSError as error:
-        raise EngineMismatch(
-            f"the key file {file} cannot be read: {error}", hint="correct its path"
-        ) from error
+    Raises ValueError, TypeError, KeyError, OverflowError or RecursionError if `message` is something else.
+    """
+    acks: list[Ack] = [ack for part in str(message).split(" | ") for ack in json.loads(part)]
+    for ack in acks:
+        missing = [
+            name for name in ("kind", "error", "hint") if not ack["ok"] and not isinstance(ack[name], str)
+        ]
+        if missing or not isinstance(ack["rank"], int):
+            raise ValueError(f"an acknowledgement of the wrong form: {missing or 'rank'}")
+    return sorted(acks, key=lambda ack: (int(ack["rank"]), str(ack["boot"])))
 
 
 def is_gone(error: EngineFailed) -> bool:
@@ -223,9 +196,9 @@ def is_gone(error: EngineFailed) -> bool:
 
 
 def check_access(server: str, status: int) -> None:
-    """Raise EngineMismatch if the HTTP status says that the key is missing or wrong."""
+    """Raise EngineDenied if the HTTP status says that the key is missing or wrong."""
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise EngineMismatch(
+        raise EngineDenied(
             f"{server}: the server refuses the key: HTTP {status}",
             hint="set engine.admin_api_key to the server's --admin-api-key, or engine.api_key to its --api-key",
         )

@@ -138,3 +138,69 @@ def test_what_is_allowed_is_said_in_the_words_of_the_file(
     assert main(["check-config", str(file), "--kind", "subscriber"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[1:-1] == [f"  {line}" for line in expected]
+
+
+SERVER = "store: {url: /data}\nengine: {type: sglang, servers: [{url: '%s'}]%s}\n"
+HOST_PORT = "has to be http://host:port or https://host:port"
+
+
+@pytest.mark.parametrize("command", [["check-config"], ["smoke", "-c"], ["subscriber", "run", "-c"]])
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:PORT", f"url: 'http://127.0.0.1:PORT': {HOST_PORT}"),
+        ("http://127.0.0.1:99999", f"url: 'http://127.0.0.1:99999': {HOST_PORT}"),
+        ("http://127.0.0.1:0", f"url: 'http://127.0.0.1:0': {HOST_PORT}"),
+        ("http://300.0.0.1:1", f"url: 'http://300.0.0.1:1': {HOST_PORT}"),
+        ("http://[::1", f"url: 'http://[::1': {HOST_PORT}"),
+        ("http://a,b:3", f"url: 'http://a,b:3': {HOST_PORT}"),
+        ("http://a..b:3", f"url: 'http://a..b:3': {HOST_PORT}"),
+        ("http://me:sesame@127.0.0.1:3", f"url: 'http://…@127.0.0.1:3': {HOST_PORT}"),
+        (f"http://{'a.' * 40}b:3", "name: "),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused_by_whoever_reads_it(
+    command: list[str], url: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(SERVER % (url, ""))
+    assert main([*command, str(file)]) == 1
+    told = "".join(capsys.readouterr())
+    assert f"engine.servers[0].{said}" in told
+    assert "sesame" not in told
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:3", "https://a-b.c_d.example.", "http://127.0.0.1:65535/"])
+def test_a_url_that_can_be_meant_is_not(url: str, file: Path) -> None:
+    file.write_text(SERVER % (url, ""))
+    assert main(["check-config", str(file)]) == 0
+
+
+@pytest.mark.parametrize("command", [["check-config"], ["smoke", "-c"], ["subscriber", "run", "-c"]])
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("", "is empty"),
+        ("sesame1\nsesame2", "has several lines"),
+        ("sesame\n", "has several lines"),
+        ("schlüssel-sesame", "has characters that are not ASCII"),
+        ("\ufeffsesame", "begins with a byte order mark"),
+        ("sesame\x1b", "has control characters"),
+        (" sesame", "begins or ends with a space"),
+    ],
+)
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    command: list[str],
+    name: str,
+    key: str,
+    said: str,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", key)
+    file.write_text(SERVER % ("http://127.0.0.1:1", f", {name}: '${{SERVER_KEY}}'"))
+    assert main([*command, str(file)]) == 1
+    told = "".join(capsys.readouterr())
+    assert f"engine.{name}: {said}" in told
+    assert "sesame" not in told

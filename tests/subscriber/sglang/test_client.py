@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from subscriber.config import ServerConfig, SGLangEngineConfig
-from subscriber.errors import EngineFailed, EngineMismatch
+from subscriber.errors import EngineDenied, EngineFailed
 from subscriber.sglang.client import Client
 from subscriber.sglang.wire import PROTOCOL
 from tests.support.scripted import Reply, Request, ScriptedServer
@@ -55,7 +55,7 @@ def test_a_wrong_key_is_named(status: int) -> None:
     with (
         ScriptedServer(lambda _: Reply(status)) as server,
         client_of(server.url) as client,
-        pytest.raises(EngineMismatch) as caught,
+        pytest.raises(EngineDenied) as caught,
     ):
         asyncio.run(client.hello())
     assert "admin_api_key" in caught.value.hint
