@@ -7,6 +7,7 @@ DeltasyncError
     ├── EngineRestarted       the engine lives another life than the one that was attached (retry)
     ├── EngineFailed          the engine could not read or write its weights, e.g. out of memory (retry)
     │   └── EngineDenied      its key is missing, wrong or cannot be sent (retry: it may be renewed)
+    ├── EngineFault           the engine raised what it should not, a fault of ours or its own (retry)
     ├── EngineNotReady        generation was asked for while no verified version is loaded (retry)
     ├── EngineDrift           the live weights are not those of the version that was applied (reseed)
     ├── VerificationFailed    the update does not lead to the manifest's digests; nothing written (reseed)
@@ -56,6 +57,12 @@ class EngineBusy(SubscriberError):
 class EngineDenied(EngineFailed):
     kind = "engine_denied"
     usual_hint = "give it the server's key: see docs/sglang.md"
+
+
+class EngineFault(SubscriberError):
+    kind = "engine_fault"
+    action = Action.RETRY
+    usual_hint = "this should not happen: please report it, with the traceback in the log"
 
 
 class EngineNotReady(SubscriberError):

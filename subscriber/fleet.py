@@ -22,6 +22,7 @@ from subscriber.report import SERVER, AppliedVersion, Report, event
 from subscriber.session import Session
 from subscriber.spool import Spool
 from subscriber.threads import join_abandoned
+from subscriber.typed import TypedEngine
 
 _LAST_WORK: Final = 2.0  # seconds that a stop waits for work it has cut short
 
@@ -55,8 +56,8 @@ class Fleet:
 
     Await `run()`, or let `start()` run it on a thread of its own until `stop()`. `on_applied(name, applied)` is called
     after each apply was recorded, on the loop's thread: keep it short. Whatever the store, the stream or an engine does
-    is reported and tried again; only a wrong set-up (SubscriberBusy, a port in use), an error in `on_applied` or a
-    fault of ours ends the run.
+    is reported and tried again, also what an engine should never have raised; only a wrong set-up (SubscriberBusy, a
+    port in use), an error in `on_applied` or a fault of ours outside of the engines ends the run.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class Fleet:
         config = self.config
         if len(engines) == 1:
             report = Report(config.id, config.status_interval, self._metrics)
-            return {name: _Member(engine, report, Path()) for name, engine in engines.items()}
+            return {name: _Member(TypedEngine(engine), report, Path()) for name, engine in engines.items()}
         if not engines or not all(re.fullmatch(SERVER_NAME, name) for name in engines):
             raise ValueError(f"{list(engines)}: engines need names that can be file names")
         return {
             name: _Member(
-                engine, Report(f"{config.id}.{name}", config.status_interval, None), Path("servers") / name
+                TypedEngine(engine),
+                Report(f"{config.id}.{name}", config.status_interval, None),
+                Path("servers") / name,
             )
             for name, engine in engines.items()
         }

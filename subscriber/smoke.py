@@ -16,6 +16,7 @@ from subscriber.checks import Stream, name_weights
 from subscriber.config import SGLangEngineConfig, SubscriberConfig
 from subscriber.disk import disk_errors
 from subscriber.engine import Engine
+from subscriber.typed import TypedEngine
 
 
 async def smoke(steps: Steps, config: SubscriberConfig, torch_engine: Callable[[], Engine]) -> None:
@@ -66,7 +67,7 @@ async def _check_module(steps: Steps, stream: Stream, torch_engine: Callable[[],
     made: list[Engine] = []
 
     async def make() -> str:
-        made.append(torch_engine())
+        made.append(TypedEngine(torch_engine()))
         return "the factory returns a module"
 
     await steps.do("factory", make)

@@ -1,6 +1,6 @@
 """The steps of `smoke` for one SGLang server."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from chunkstore.steps import Steps
@@ -9,6 +9,7 @@ from subscriber.config import ServerConfig, SGLangEngineConfig
 from subscriber.errors import EngineMismatch
 from subscriber.sglang.client import Ack, Client, check_access, check_ranks
 from subscriber.sglang.engine import SGLangEngine
+from subscriber.typed import typed
 
 
 async def check_server(
@@ -16,13 +17,21 @@ async def check_server(
 ) -> None:
     """Do all steps. `directory`: this server's own, for this run."""
     checked = _Server(stream, config, server, directory)
-    await steps.do("server", checked.reach, (), server.name)
-    await steps.do("key", checked.show_key, ("server",), server.name)
-    await steps.do("plugin", checked.greet, ("key",), server.name)
-    await steps.do("supported", checked.support, ("plugin",), server.name)
-    await steps.do("shared files", checked.share, ("plugin", "versions", "staging"), server.name)
-    await steps.do("mapping", checked.map, ("supported", "shared files"), server.name)
-    await steps.do("weights", checked.read, ("mapping",), server.name)
+
+    async def do(name: str, work: Callable[[], Awaitable[str]], *needs: str) -> None:
+        async def careful() -> str:
+            with typed(f"{server.name}: checking the {name}"):
+                return await work()
+
+        await steps.do(name, careful, needs, server.name)
+
+    await do("server", checked.reach)
+    await do("key", checked.show_key, "server")
+    await do("plugin", checked.greet, "key")
+    await do("supported", checked.support, "plugin")
+    await do("shared files", checked.share, "plugin", "versions", "staging")
+    await do("mapping", checked.map, "supported", "shared files")
+    await do("weights", checked.read, "mapping")
     await checked.close()
 
 
