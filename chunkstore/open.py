@@ -80,26 +80,32 @@ def absolute(url: str) -> str:
 
 
 def open_store(
-    config: StoreConfig, metrics: StoreMetrics | None = None, *, page: int = 1000, hold: Hold = None
+    config: StoreConfig,
+    metrics: StoreMetrics | None = None,
+    *,
+    page: int = 1000,
+    make: bool = True,
+    hold: Hold = None,
 ) -> Store:
     """The store of `config`, counted in `metrics`, limited and retried. Connects to nothing yet.
 
-    `page`: keys per request of a listing, where that takes requests. `hold`: called in every put_if_absent before its
+    `page`: keys per request of a listing, where that takes requests. `make`: whether a write creates a folder that is
+    not there. `hold`: called in every put_if_absent before its
     last step, where it has several. Raises ConfigError if the package for this kind of
     store is not installed or its URL is not usable.
     """
     counters = metrics or StoreMetrics()
-    raw = _raw(config, page, hold)
+    raw = _raw(config, page, make, hold)
     retried = RetryStore(raw, Backoff(deadline=config.retry_deadline), on_retry=counters.retried)
     return MetricsStore(LimitStore(retried, config.concurrency), counters)
 
 
-def _raw(config: StoreConfig, page: int, hold: Hold) -> Store:
+def _raw(config: StoreConfig, page: int, make: bool, hold: Hold) -> Store:
     scheme, rest = _split(config.url)
     if scheme == "":
-        return PosixStore(Path(rest).expanduser(), hold=hold)
+        return PosixStore(Path(rest).expanduser(), make=make, hold=hold)
     if scheme == "file":
-        return PosixStore(unquote(rest.removeprefix("localhost")), hold=hold)
+        return PosixStore(unquote(rest.removeprefix("localhost")), make=make, hold=hold)
     if scheme == "memory":
         return MemoryStore.named(rest)
     # Imported only here: a process that keeps its streams elsewhere need not have, or load, these packages.

@@ -61,14 +61,21 @@ _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
 
 
 class PosixStore(Store):
-    """Objects as files below `root`, which the first write creates.
+    """Objects as files below `root`, which the first write creates, if `make`.
+
+    A root that was there once is not made anew. It may be a mount that is gone, and what were written below its mount
+    point would be in no store.
 
     `hold`: called in every put_if_absent before the link, so that several can get there at one moment.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, hold: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, make: bool = True, hold: Callable[[], object] | None = None
+    ) -> None:
         self._root = Path(os.path.abspath(root))
+        self._make = make
         self._hold = hold
+        self._met = False  # whether the root was there once
 
     @property
     def url(self) -> str:
@@ -97,6 +104,7 @@ class PosixStore(Store):
                     return _info(key, os.fstat(file))
             except OSError as error:
                 if error.errno in _MISSING:
+                    self._check_root()
                     return None
                 raise
 
@@ -133,6 +141,7 @@ class PosixStore(Store):
             except OSError as error:
                 # unlink(2) of a directory: EISDIR on Linux, EPERM by POSIX; neither is an object.
                 if error.errno in _MISSING or path.is_dir():
+                    self._check_root()
                     return
                 raise
             crash_point("chunkstore.posix.after_unlink")
@@ -183,11 +192,25 @@ class PosixStore(Store):
         """Turn an OSError of the block into the typed error for this operation and key."""
         try:
             yield
+            if not self._met:
+                self._check_root()
         except OSError as error:
+            if error.errno in _MISSING:
+                self._check_root()
             if operation.startswith("get") and error.errno in _MISSING:
                 raise ObjectMissing(f"{operation} {self.url}/{key}: there is no such object") from error
             kind, hint = _ERRORS.get(error.errno or 0, _OTHER)
             raise kind(f"{operation} {self.url}/{key}: {error.strerror or error}", hint=hint) from error
+
+    def _check_root(self, *, needed: bool = False) -> None:
+        """Raises AccessDenied if the root is not there, and was before or is `needed`."""
+        if self._root.is_dir():
+            self._met = True
+        elif self._met or needed:
+            raise AccessDenied(
+                f"{self.url} is not there{' any more' if self._met else ''}",
+                hint="check the path and what is mounted there; only who publishes makes this folder, and only once",
+            )
 
     @contextmanager
     def _open(self, key: str) -> Iterator[int]:
@@ -211,7 +234,7 @@ class PosixStore(Store):
     def _temporary(self, path: Path, data: Buffer) -> Iterator[Path]:
         """A flushed temporary holding `data` beside `path`; gone afterwards."""
         temporary = path.with_name(TEMPORARY + uuid4().hex)
-        file = _create(temporary)
+        file = self._create(temporary)
         try:
             try:
                 view = memoryview(data).cast("B")
@@ -224,6 +247,27 @@ class PosixStore(Store):
         finally:
             with suppress(FileNotFoundError):  # a rename has taken it
                 os.unlink(temporary)
+
+    def _create(self, path: Path) -> int:
+        """A descriptor of the new file `path`, with its directory, which a delete elsewhere may prune at any moment."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        for _ in range(10):
+            with suppress(FileNotFoundError):
+                return os.open(path, flags, 0o666)
+            with suppress(FileNotFoundError):
+                self._make_directory(path.parent)
+        return os.open(path, flags, 0o666)
+
+    def _make_directory(self, path: Path) -> None:
+        """Create `path` and what is missing above it, each one flushed into its parent."""
+        if path.is_dir():
+            return
+        if path == self._root:
+            self._check_root(needed=not self._make)
+        self._make_directory(path.parent)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        _sync_directory(path.parent)
 
     def _link(self, temporary: Path, path: Path) -> bool:
         """Give the temporary its final name if that is free. True if it bears the name afterwards."""
@@ -259,6 +303,7 @@ class PosixStore(Store):
             with os.scandir(self._root / directory) as found:
                 entries = list(found)
         except (FileNotFoundError, NotADirectoryError):
+            self._check_root()
             return []
         return [
             Entry(
@@ -294,27 +339,6 @@ def _read(file: int, start: int, length: int) -> bytes:
         start += len(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _create(path: Path) -> int:
-    """A descriptor of the new file `path`, with its directory, which a delete elsewhere may prune at any moment."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    for _ in range(10):
-        with suppress(FileNotFoundError):
-            return os.open(path, flags, 0o666)
-        with suppress(FileNotFoundError):
-            _make_directory(path.parent)
-    return os.open(path, flags, 0o666)
-
-
-def _make_directory(path: Path) -> None:
-    """Create `path` and what is missing above it, each one flushed into its parent."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    with suppress(FileExistsError):
-        os.mkdir(path)
-    _sync_directory(path.parent)
 
 
 def _sync_directory(path: Path) -> None:

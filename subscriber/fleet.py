@@ -69,7 +69,7 @@ class Fleet:
         self.config = config
         self.http_port: int | None = None  # where the status server listens while it runs
         self._metrics = StoreMetrics()
-        self._store = open_store(config.store, self._metrics)
+        self._store = open_store(config.store, self._metrics, make=False)
         self._members = self._make_members(engines)
         self._on_applied = on_applied or (lambda name, applied: None)
         self._changed = threading.Condition()

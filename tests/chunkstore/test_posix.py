@@ -49,6 +49,53 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     return install
 
 
+CALLS: dict[str, Callable[[PosixStore], object]] = {
+    "get": lambda store: store.get("a/b", limit=10),
+    "get_range": lambda store: store.get_range("a/b", 0, 1),
+    "head": lambda store: store.head("a/b"),
+    "list": lambda store: list(store.list_after("")),
+    "put": lambda store: store.put("a/c", b"x"),
+    "put_if_absent": lambda store: store.put_if_absent("a/c", b"x"),
+    "delete": lambda store: store.delete("a/b"),
+    "temporaries": lambda store: list(store.temporaries()),
+}
+
+
+@pytest.mark.parametrize("met", CALLS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_root_that_is_gone_is_told_and_not_made_anew(call: str, met: str, root: Path) -> None:
+    """It may be a mount: what were written meanwhile would be in no store, and what is read is not missing."""
+    PosixStore(root).put_if_absent("a/b", b"x")
+    store = PosixStore(root)
+    CALLS[met](store)
+    root.rename(root.with_name("elsewhere"))
+    for _ in range(2):
+        with pytest.raises(AccessDenied, match=f"{store.url} is not there any more"):
+            CALLS[call](store)
+    assert not root.exists()
+    root.with_name("elsewhere").rename(root)
+    store.put_if_absent("a/d", b"x")
+    assert store.get("a/d", limit=10) == b"x"
+
+
+@pytest.mark.parametrize("make", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_only_a_write_makes_a_root_and_only_where_it_may(call: str, make: bool, root: Path) -> None:
+    store = PosixStore(root, make=make)
+    writes = call.startswith("put")
+    if writes and not make:
+        with pytest.raises(AccessDenied, match=f"{store.url} is not there"):
+            CALLS[call](store)
+    elif call.startswith("get"):
+        with pytest.raises(ObjectMissing):
+            CALLS[call](store)
+    else:
+        CALLS[call](store)
+    assert root.exists() == (writes and make)
+    root.mkdir(parents=True, exist_ok=True)
+    assert store.put_if_absent("a/e", b"x")
+
+
 def temporaries(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if path.name.startswith(".")]
 

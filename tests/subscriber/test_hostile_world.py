@@ -167,6 +167,32 @@ def test_a_stream_record_that_is_gone_for_a_while_is_reported_and_nothing_stops(
         until(lambda: subscriber.report.status().last_error is None)
 
 
+def test_a_store_that_is_not_mounted_is_told_and_not_written_to(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    builder = StreamBuilder(PosixStore(root), small_weights())
+    worker = Worker(tmp_path, builder)
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(0, TIMEOUT)
+        for _ in range(2):
+            root.rename(elsewhere)
+            until(lambda: worker.reports(lambda message: f"{root.as_uri()} is not there any more" in message))
+            assert subscriber.report.ready
+            elsewhere.rename(root)
+            until(lambda: subscriber.report.status().last_error is None)
+        root.rename(elsewhere)
+    assert not root.exists()  # its last word would have made it
+    worker.restart()
+    with running(worker.subscriber):
+        until(lambda: worker.reports(lambda message: "there is no stream" in message))
+    assert not root.exists()
+    elsewhere.rename(root)
+    builder.train()
+    worker.restart()
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(1, TIMEOUT)
+    assert worker.holds(1)
+
+
 @pytest.mark.parametrize("which", ["staging_path", "state_path"])
 def test_a_local_directory_that_somebody_removes_is_made_again(
     which: str, builder: StreamBuilder, tmp_path: Path
