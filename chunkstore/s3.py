@@ -31,7 +31,7 @@ from chunkstore.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
-from chunkstore.s3_errors import RAISED, status_of, translated
+from chunkstore.s3_errors import RAISED, status_of, translated, unsendable
 from chunkstore.store import Buffer, ObjectInfo, Store, check_key, check_prefix, is_key
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class S3Store(Store):
             raised = translated(error, f"{operation} {self.url}/{key}")
             if isinstance(raised, (AccessDenied, CredentialsExpired)):
                 self._made = None
-            raise raised from error
+            raise raised from None if unsendable(error) else error
         # Of an answer whose head was cut off, which http.client takes for whole: a field is missing, or half a date.
         except KeyError as error:
             raise StoreUnavailable(f"{operation} {self.url}/{key}: the answer has no {error}") from error

@@ -31,6 +31,7 @@ RAISED: Final = (
 """Everything a call of boto3's S3 client may raise for reasons outside this program."""
 
 _KEYS_HINT = "check the AWS credentials of this process and that they may read and write this prefix"
+_ONE_LINE_HINT = "correct the AWS access key or session token of this process: each is one line"
 _NO_KEYS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this machine a role"
 _SETUP_HINT = "check url, endpoint_url and region, and the AWS profile of this process"
 
@@ -112,6 +113,11 @@ _CLASSES: Final[tuple[tuple[tuple[type[Exception], ...], type[DeltasyncError], s
 )
 
 
+def unsendable(error: Exception) -> bool:
+    """Whether Python's HTTP client has refused a header, as a rule one with credentials, which `error` then shows."""
+    return isinstance(error, boto.HTTPClientError) and "Invalid header " in str(error)
+
+
 def status_of(error: Exception) -> tuple[int, str]:
     """HTTP status and S3 error code of the server's answer; (0, "") if `error` is none."""
     if not isinstance(error, boto.ClientError):
@@ -127,6 +133,10 @@ def translated(error: Exception, what: str) -> DeltasyncError:
     """The error to raise for `error`, one of `RAISED`; `what` is the operation and the URL, to begin the message."""
     if isinstance(error, boto.ClientError):
         return _answered(error, what)
+    if unsendable(error):
+        return AccessDenied(
+            f"{what}: the credentials cannot be sent in a request's header", hint=_ONE_LINE_HINT
+        )
     # Only its class and text: neither holds the request's headers, so no credentials.
     message = f"{what}: {type(error).__name__}: {error}"
     for classes, kind, hint in _CLASSES:

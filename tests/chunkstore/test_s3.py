@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,22 @@ def test_rotated_credentials_are_read_after_the_old_ones_were_refused(
         with pytest.raises(expected):
             store.put("k", b"")
         credentials_file(file, "NEW")
+        store.put("k", b"")
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"])
+def test_credentials_that_cannot_be_sent_are_not_shown_and_looked_for_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "open\nsesame")
+    with ScriptedServer(lambda _: Reply()) as server:
+        store = store_at(server.url)
+        with pytest.raises(AccessDenied, match="cannot be sent") as caught:
+            store.put("k", b"")
+        told = "".join(traceback.format_exception(caught.value))
+        assert "sesame" not in told + str(caught.value)
+        assert not server.requests
+        monkeypatch.setenv(name, "opensesame")
         store.put("k", b"")
 
 
