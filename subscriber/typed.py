@@ -36,9 +36,9 @@ class TypedEngine:
         with typed("attaching"):
             return await self._engine.attach()
 
-    async def check(self) -> None:
+    async def check(self) -> str | None:
         with typed("checking the engine"):
-            await self._engine.check()
+            return await self._engine.check()
 
     async def state(self, catalog: Catalog) -> EngineState:
         with typed("reading the live weights"):
