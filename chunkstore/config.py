@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from chunkstore.errors import ConfigError
@@ -30,6 +30,12 @@ _FORMS: Final = {
     "tuple_type": "has to be a list",
     "too_short": "has to have at least one item",
 }
+
+
+class Section(BaseModel):
+    """A part of a configuration: no other keys, and errors that leave out values, which may be secret."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 def matching(pattern: str, words: str) -> AfterValidator:

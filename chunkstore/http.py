@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from chunkstore.config import Section
 from chunkstore.errors import ConfigError
 
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -21,10 +22,8 @@ _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 _NAMES: Final = ("", "healthz", "readyz", "status", "metrics")
 
 
-class HttpConfig(BaseModel):
+class HttpConfig(Section):
     """Where /healthz, /readyz, /status and /metrics are served. Port 0: any free port."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from chunkstore.config import ORIGIN
+from chunkstore.config import ORIGIN, Section
 from chunkstore.errors import ConfigError
 from chunkstore.limit import LimitStore
 from chunkstore.memory import MemoryStore
@@ -21,15 +21,13 @@ Hold = Callable[[], object] | None
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
-class StoreConfig(BaseModel):
+class StoreConfig(Section):
     """Which store, and how to talk to it. Credentials come from the AWS chain, never from here.
 
     `url`: `file:///absolute/path` or a plain absolute path; `s3://bucket/prefix`; `memory://name` for tests; any other
     fsspec URL for reading only. `endpoint_url`, `region`, `path_style` and the two timeouts (seconds) are for s3.
     `retry_deadline`: seconds after which a failing operation is no longer repeated.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(min_length=1)
     endpoint_url: Annotated[str, ORIGIN] | None = None
@@ -51,7 +49,7 @@ class StoreConfig(BaseModel):
             "read_timeout",
         } & self.model_fields_set
         if scheme != "s3" and for_s3:
-            raise ValueError(f"{', '.join(sorted(for_s3))}: only for s3:// URLs, but url is {self.url!r}")
+            raise ValueError(f"{', '.join(sorted(for_s3))}: only for s3:// URLs")
         if scheme == "s3":
             bucket, _, prefix = rest.partition("/")
             if not bucket or "@" in bucket or ":" in bucket:

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from chunkstore.config import matching
+from chunkstore.config import Section, matching
 from chunkstore.errors import ConfigError
 from manifest.errors import LocalDiskError
 from manifest.signing import PRIVATE, PublicKey, Signer, Trust
@@ -23,10 +23,8 @@ def _public(text: str) -> str:
     return str(PublicKey.parse(text))
 
 
-class TrustConfig(BaseModel):
+class TrustConfig(Section):
     """`keys`: public keys, any of which may sign. `stream`: hex id of the only stream to follow; else any they sign."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     keys: tuple[Annotated[str, AfterValidator(_public)], ...] = Field(min_length=1, max_length=16)
     stream: (
@@ -40,10 +38,8 @@ class TrustConfig(BaseModel):
         return Trust(map(PublicKey.parse, self.keys), stream)
 
 
-class SigningConfig(BaseModel):
+class SigningConfig(Section):
     """Exactly one of `key_file`, which the signing process alone reads, and `key`, to be written as `${NAME}`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key_file: Path | None = None
     key: SecretStr | None = None

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from chunkstore.config import Section
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 from manifest.key_files import SigningConfig
@@ -16,14 +17,12 @@ class PublisherHttpConfig(HttpConfig):
     port: int = Field(default=8081, ge=0, le=65535)
 
 
-class AnchorConfig(BaseModel):
+class AnchorConfig(Section):
     """When the publisher process stores a version whole: the first of the two that holds; null turns one off.
 
     `every`: so many versions after the last anchor. `chain_weight`: when the versions since the last anchor have so
     many times its bytes. `grace`: what `store gc` is given, in seconds. `scratch`: a folder with room for the model.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: int | None = Field(default=None, ge=1)
     chain_weight: float | None = Field(default=1.0, gt=0)
@@ -31,10 +30,8 @@ class AnchorConfig(BaseModel):
     scratch: Path | None = None
 
 
-class PublisherConfig(BaseModel):
+class PublisherConfig(Section):
     """What `publisher.yaml` may hold. Exactly one of `base_checkpoint` and `inference_dtype` is given."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     store: StoreConfig
     base_checkpoint: Path | None = Field(

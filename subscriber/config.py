@@ -5,9 +5,9 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from chunkstore.config import ORIGIN, matching
+from chunkstore.config import ORIGIN, Section, matching
 from chunkstore.http import HttpConfig
 from chunkstore.open import StoreConfig
 from manifest.key_files import TrustConfig
@@ -17,11 +17,6 @@ Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 SERVER_NAME: Final = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}"
 
 _NAMING: Final = "has to be at most {} letters, digits, '.', '_' and '-', the first of them no '.'"
-
-
-class _Strict(BaseModel):
-    # Python's own words for what is wrong would show the keys.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 def unsendable(key: str) -> str | None:
@@ -51,7 +46,7 @@ def _name_of_server(fields: dict[str, Any]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", fields.get("url", "").partition("://")[2].rstrip("/"))
 
 
-class TorchEngineConfig(_Strict):
+class TorchEngineConfig(Section):
     """A module in the daemon's own process.
 
     `factory`: `module:function` of your own code; called without arguments, returns the `torch.nn.Module`.
@@ -66,7 +61,7 @@ class TorchEngineConfig(_Strict):
     ]
 
 
-class ServerConfig(_Strict):
+class ServerConfig(Section):
     """One SGLang server. `name`: for status, metrics and files; the URL's host and port unless given."""
 
     url: Annotated[str, ORIGIN]
@@ -75,7 +70,7 @@ class ServerConfig(_Strict):
     )
 
 
-class SGLangEngineConfig(_Strict):
+class SGLangEngineConfig(Section):
     """SGLang servers on this host, which see `staging_dir` under the same path.
 
     `api_key`, `admin_api_key`: what the servers were started with; write `${NAME}` to take them from the environment,
@@ -119,7 +114,7 @@ def _host_id() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:100] or "subscriber"
 
 
-class SubscriberConfig(_Strict):
+class SubscriberConfig(Section):
     """How one subscriber follows one stream.
 
     `id`: names its status object and its local files; unique per stream, the host name unless given.

@@ -111,7 +111,7 @@ extra: 1
 def test_rules_over_several_keys_name_them(tmp_path: Path) -> None:
     message = refused(tmp_path, "store: {url: /tmp/x, region: r}")
     assert "store: " in message
-    assert "region: only for s3:// URLs, but url is '/tmp/x'" in message
+    assert "region: only for s3:// URLs" in message
 
 
 def test_a_value_from_the_environment_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,19 @@
 """`deltasync check-config`: whose file it is, and whether it is right."""
 
 import json
+import traceback
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
+from chunkstore.config import parse_config
+from chunkstore.errors import ConfigError
+from chunkstore.open import StoreConfig
 from deltasync.cli import main
+from manifest.key_files import SigningConfig
+from publisher.config import PublisherConfig
+from subscriber.config import SubscriberConfig
 
 PUBLISHER = "store: {url: /data/stream}\nbase_checkpoint: /models/m\n"
 SUBSCRIBER = "store: {url: /data/stream}\nid: rollout-1\nengine: {type: torch, factory: 'mine:build'}\n"
@@ -204,3 +212,25 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
     told = "".join(capsys.readouterr())
     assert f"engine.{name}: {said}" in told
     assert "sesame" not in told
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (StoreConfig, {"url": "ftp://me:sesame@h/x", "region": "a"}),
+        (StoreConfig, {"url": "s3://me:sesame@h/x"}),
+        (SigningConfig, {"key": "sesame", "key_file": "/x"}),
+        (PublisherConfig, {"store": {"url": "/x"}, "signing": {"key": "sesame", "key_file": "/x"}}),
+        (SubscriberConfig, {"store": {"url": "/x"}, "engine": {"type": "sglang", "api_key": "sesame"}}),
+    ],
+)
+def test_wrong_values_are_not_shown_where_they_may_be_secret(
+    model: type[BaseModel], fields: dict[str, object]
+) -> None:
+    """Neither by an error of the file nor by one of the same keys in Python."""
+    with pytest.raises(ConfigError) as of_file:
+        parse_config(fields, model, source="some.yaml")
+    with pytest.raises(ValidationError) as of_python:
+        model.model_validate(fields)
+    for error in (of_file.value, of_python.value):
+        assert "sesame" not in "".join(traceback.format_exception(error))
