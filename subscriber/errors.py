@@ -7,6 +7,7 @@ DeltasyncError
     ├── EngineRestarted       the engine lives another life than the one that was attached (retry)
     ├── EngineFailed          the engine could not read or write its weights, e.g. out of memory (retry)
     │   └── EngineDenied      its key is missing, wrong or cannot be sent (retry: it may be renewed)
+    ├── EngineBusy            it could not be written just now, and serves on what it served (retry)
     ├── EngineFault           the engine raised what it should not, a fault of ours or its own (retry)
     ├── EngineNotReady        generation was asked for while no verified version is loaded (retry)
     ├── EngineDrift           the live weights are not those of the version that was applied (reseed)
