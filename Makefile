@@ -70,7 +70,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-PYTEST := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # With ARGS only what they name, in .venv; tests/sglang_trace, tests/megatron and tests/deepspeed need theirs in their own
 # process.

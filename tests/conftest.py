@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import hypothesis
 import pytest
@@ -44,16 +44,29 @@ if "deepspeed" not in collect_ignore:
 
 _LONGEST: Final = ("sglang", "e2e", "trainers")
 """Folders whose files take minutes each: begun first, or one worker would be at work long after the others."""
+_SHARING: Final = {
+    f"tests/sglang/test_{name}.py"
+    for name in ("apply", "daemon", "environment", "following", "refusals", "smoke")
+}
+"""Files that use the two servers of the session: one worker starts those, and runs all these files."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one worker run all tests of a file, or of a group that the file has named, and order the files."""
     order = dict(zip(_LONGEST, itertools.count(), strict=False))
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give files to workers as `--dist loadfile` does, except that those which share servers stay together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "servers" if file in _SHARING else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

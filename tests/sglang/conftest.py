@@ -17,9 +17,6 @@ from tests.support.tiny_models import save_qwen3, save_qwen3_moe
 
 SGLANG_PYTHON: Final = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
 
-SHARED: Final = pytest.mark.xdist_group("shared servers")
-"""Of files whose tests share servers: with several workers, one of them starts those and runs all these tests."""
-
 _TEST_TIMEOUT: Final = 900
 """Seconds; a test may be the one that starts a server, on a machine that is busy."""
 

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.sglang import oracle
-from tests.sglang.conftest import SHARED, Served
+from tests.sglang.conftest import Served
 from tests.sglang.training import Follower, training
-
-pytestmark = SHARED
 
 
 @pytest.fixture(params=["dense", "moe"])

@@ -9,11 +9,9 @@ from urllib.request import urlopen
 import pytest
 
 from tests.sglang import oracle
-from tests.sglang.conftest import SHARED, Served
+from tests.sglang.conftest import Served
 from tests.sglang.training import training
 from tests.support.daemons import WAIT, daemon, free_port
-
-pytestmark = SHARED
 
 
 def test_one_daemon_follows_for_a_server_while_another_is_away(dense: Served, tmp_path: Path) -> None:

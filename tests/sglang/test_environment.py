@@ -12,11 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.sglang import oracle
-from tests.sglang.conftest import SGLANG_PYTHON, SHARED, Served
+from tests.sglang.conftest import SGLANG_PYTHON, Served
 from tests.sglang.oracle import PROMPTS, TOKENS, Stream
 from tests.support.tiny_models import save_qwen3, save_qwen3_moe
-
-pytestmark = SHARED
 
 
 @pytest.fixture(params=["dense", "moe"])

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.sglang import oracle
-from tests.sglang.conftest import SHARED, Served
+from tests.sglang.conftest import Served
 from tests.sglang.oracle import Stream
 from tests.sglang.training import Follower, Trainer, training
 from tests.sglang.watcher import versions_of
 from tests.subscriber.parts import until
 from tests.support.tiny_models import save_qwen3
-
-pytestmark = SHARED
 
 
 def equals_export(served: Served, trainer: Trainer) -> None:

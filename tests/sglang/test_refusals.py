@@ -9,13 +9,11 @@ from safetensors.torch import load_file
 
 from chunkstore.posix import PosixStore
 from tests.sglang import oracle
-from tests.sglang.conftest import SHARED, Served
+from tests.sglang.conftest import Served
 from tests.sglang.training import Follower
 from tests.sglang.watcher import Watcher
 from tests.subscriber.parts import live_bits, until
 from tests.support.streams import StreamBuilder, Tensor
-
-pytestmark = SHARED
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 FINAL = "model.norm.weight"

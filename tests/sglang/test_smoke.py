@@ -11,11 +11,9 @@ import pytest
 
 from deltasync.demo.sglang_server import SglangServer
 from tests.sglang import oracle
-from tests.sglang.conftest import SHARED, Served, StartServer
+from tests.sglang.conftest import Served, StartServer
 from tests.sglang.training import Follower, Trainer, training
 from tests.support.daemons import free_port
-
-pytestmark = SHARED
 
 
 @pytest.fixture(scope="module")
