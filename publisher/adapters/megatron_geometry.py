@@ -152,7 +152,7 @@ def place_all(named: Mapping[str, Shape], model: Architecture, at: Coordinates) 
         try:
             local = place(name, model, at)
         except MappingMismatch as error:
-            problems.append(str(error))
+            problems.append(error.message)
             continue
         strange = sorted({run.name for run in local.runs if run.name is not None} - known.keys())
         if strange:

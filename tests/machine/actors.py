@@ -62,7 +62,7 @@ class World:
         World.active, Sim.active = self, self.sim
 
     @classmethod
-    def open_store(cls, config: StoreConfig, metrics: object = None) -> Store:
+    def open_store(cls, config: StoreConfig, metrics: object = None, *, make: bool = True) -> Store:
         """Stands in for that of chunkstore.open, where subscribers open their store."""
         assert cls.active.opening is not None
         return cls.active.opening
