@@ -115,7 +115,6 @@ class History:
         problem: Exception | None = None
         since = 0  # bytes of the versions read so far
         found: Plan | None = None
-        enough = False
         for version, read in self._back(target, last, likely):
             try:
                 manifest = read()
@@ -125,24 +124,46 @@ class History:
             if manifest is None:
                 break
             manifests[version] = manifest
-            if enough:
-                break
-            alternate = _or_none(self._log.read_alternate, version) if version in with_alternate else None
+            alternate = None  # also if it cannot be read: the version itself may well be whole
+            if version in with_alternate:
+                alternate = _or_none(self._log.read_alternate, version)
             if alternate is not None:
                 alternates[version] = alternate
             since += manifest.nbytes
             if alternate is not None or manifest.kind != "delta" or (applied and version == applied.version):
                 found = _path_or_none(path)
-            if found is not None:
-                enough = applied is None or version <= applied.version or since > found.nbytes
-                if enough and not (found.from_anchor and found.steps[0].version == version):
-                    break  # else one version more, to check the link of that anchor
+            if found and (applied is None or version <= applied.version or since > found.nbytes):
+                break
         try:
-            return path()
+            return self._checked(manifests, applied, path)
         except ChainError as error:
             if problem is None or isinstance(error, ForeignStream):
                 raise
             raise ChainError(f"{error.message}; {problem}", hint=error.hint) from problem
+
+    def _checked(
+        self, manifests: dict[int, Manifest], applied: Applied | None, path: Callable[[], Plan]
+    ) -> Plan:
+        """The path, once all that can refuse a version on its way is known, too: the bases of all of them, however old
+        and whether or not the path uses them, and the parent of an anchor that it begins with.
+        """
+        asked = set(manifests)
+        while True:
+            found = path()
+            if found.from_anchor or applied is None:
+                first = found.steps[0].version
+                wanted = {first - 1} if first else set()
+            else:
+                first, wanted = applied.version + 1, set()
+            bases = {manifest.base_version for version, manifest in manifests.items() if version >= first}
+            wanted = (wanted | {base for base in bases if base is not None}) - asked
+            if not wanted:
+                return found
+            asked |= wanted
+            for version in wanted:
+                manifest = _or_none(self.read, version)
+                if manifest is not None:
+                    manifests[version] = manifest
 
     def _back(
         self, target: int, last: int, likely: int
@@ -185,4 +206,4 @@ def _or_none(read: Callable[[int], Manifest | None], version: int) -> Manifest |
     try:
         return read(version)
     except (ManifestInvalid, FormatUnsupported):
-        return None  # the version itself may well be whole, and only a path through the alternate is lost
+        return None

@@ -349,6 +349,24 @@ def test_an_anchor_is_a_start_only_if_it_fits_what_is_below_it() -> None:
             find_plan(log, applied, 4)
 
 
+@pytest.mark.parametrize("beside", ["an anchor", "an alternate", "what is held"])
+def test_a_version_whose_base_is_another_than_it_says_is_refused_however_old_its_base_is(beside: str) -> None:
+    """Whether a version is refused never depends on how much of the log a reader needed."""
+    chain = make_chain(4)
+    bad = altered(make_manifest(4, chain[3], base=chain[1]), base_root=b"x" * 32)
+    if beside == "an alternate":
+        log = log_of([*chain, bad])
+        log.put_alternate(make_alternate(bad, nbytes=1))
+        target, applied = 4, None
+    else:
+        start = chain[3] if beside == "what is held" else make_manifest(3, chain[2], nbytes=1)
+        bad = altered(bad, parent_hash=start.hash)
+        log = log_of([*chain[:3], start, bad, make_manifest(5, bad, base=start)])
+        target, applied = 5, Applied(3, start.root) if beside == "what is held" else None
+    with pytest.raises(ChainError, match=r"version 4 .*base root"):
+        find_plan(log, applied, target)
+
+
 def test_a_path_never_uses_what_cannot_be_had() -> None:
     """FIELD_REPORTS: grail 9d3c9fa. Plan on the newest anchor that is complete, in whatever order they were stored."""
     chain = make_chain(4)
