@@ -16,7 +16,8 @@ from subscriber.sglang.boxes import Box, BoxMap
 from subscriber.sglang.wire import Piece
 
 _PART: Final = 1 << 18  # elements per temporary where a box has to be read row by row
-_BLOCK: Final = 1 << 14  # elements whose cache lines are still near when they are read back
+_BLOCK: Final = 1 << 14  # elements on the host whose cache lines are still near when they are read back
+_SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _MASK: Final = (1 << 64) - 1
 
 
@@ -24,11 +25,14 @@ class LiveMemories:
     """The storages that a map names, as flat vectors of bits.
 
     They are looked up anew for every use, for anyone may have replaced a parameter's tensor since the map was made.
+    `on_host`: none of them lies on a device.
     """
 
     def __init__(self, model: nn.Module, map_: BoxMap) -> None:
         self._model, self._map = model, map_
-        self._addresses = [_address(tensor) for tensor in self._tensors()]
+        tensors = self._tensors()
+        self.on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        self._addresses = [_address(tensor) for tensor in tensors]
 
     def vectors(self) -> list[torch.Tensor]:
         """One vector per memory of the map; int16 for two-byte elements and so on. Raises EngineChanged."""
@@ -53,29 +57,50 @@ class LiveMemories:
         return [named[memory.name].detach() for memory in self._map.memories]
 
 
+Block = tuple[slice | torch.Tensor, torch.Tensor]
+"""Some elements of a piece: a range of its memory, or where runs begin, int64 on the host; and their bits."""
+
+
+def cut(piece: Piece, targets: Indices, bits: Bits, *, on_host: bool) -> list[Block]:
+    """All elements of `piece` with their bits: in small blocks for memory `on_host`, in one for a device."""
+    values = torch.from_numpy(bits.view(_SIGNED[bits.itemsize]))
+    size = _BLOCK if on_host else max(1, piece.elements)
+    if piece.count == 1:
+        start, parts = int(targets[0]), torch.split(values, size)
+        return [(slice(start + n * size, start + n * size + len(p)), p) for n, p in enumerate(parts)]
+    runs = max(1, size // piece.run)
+    starts = torch.split(torch.from_numpy(targets), runs)
+    return list(zip(starts, torch.split(values, runs * piece.run), strict=True))
+
+
 def gather(memory: torch.Tensor, piece: Piece, targets: Indices) -> Bits:
     """The bits of `piece`'s elements, in its order, on the host."""
-    host = _read(memory, piece, targets).cpu().contiguous().numpy()
+    where = (
+        slice(int(targets[0]), int(targets[0]) + piece.run) if piece.count == 1 else torch.from_numpy(targets)
+    )
+    host = _read(memory, _places(memory, piece, where)).cpu().contiguous().numpy()
     return host.view(BITS[memory.element_size()])
 
 
-def write(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> bool:
-    """Write the bits of `piece`'s elements; whether the memory holds them afterwards."""
-    index, new = _index(memory, piece, targets), _to(memory, bits)
-    if isinstance(index, slice):
-        memory[index] = new
-        return torch.equal(memory[index], new)
-    block = _BLOCK if memory.device.type == "cpu" else piece.elements
-    for places, values in zip(torch.split(index, block), torch.split(new, block), strict=True):
-        memory.scatter_(0, places, values)  # twice as fast as indexing, on one thread
-        if not torch.equal(memory.gather(0, places), values):
+def write(memory: torch.Tensor, piece: Piece, blocks: list[Block]) -> bool:
+    """Write `blocks` of `piece`; whether the memory holds them afterwards."""
+    for where, bits in blocks:
+        places, new = _places(memory, piece, where), bits.to(memory.device)
+        if isinstance(places, slice):
+            memory[places] = new
+        else:
+            memory.scatter_(0, places, new)  # twice as fast as indexing, on one thread
+        if not torch.equal(_read(memory, places), new):
             return False
     return True
 
 
-def holds(memory: torch.Tensor, piece: Piece, targets: Indices, bits: Bits) -> bool:
-    """Whether `piece`'s elements have these bits."""
-    return bool(torch.equal(_read(memory, piece, targets), _to(memory, bits)))
+def holds(memory: torch.Tensor, piece: Piece, blocks: list[Block]) -> bool:
+    """Whether `blocks` of `piece` have their bits in this memory."""
+    return all(
+        torch.equal(_read(memory, _places(memory, piece, where)), bits.to(memory.device))
+        for where, bits in blocks
+    )
 
 
 def digest(name: str, memory: torch.Tensor, box: Box) -> int:
@@ -117,23 +142,18 @@ def _parts(box: Box) -> Iterator[_Part]:
         )
 
 
-def _read(memory: torch.Tensor, piece: Piece, targets: Indices) -> torch.Tensor:
-    index = _index(memory, piece, targets)
-    return memory[index] if isinstance(index, slice) else memory.gather(0, index)
-
-
-def _index(memory: torch.Tensor, piece: Piece, targets: Indices) -> torch.Tensor | slice:
-    if piece.count == 1:
-        return slice(int(targets[0]), int(targets[0]) + piece.run)
-    first = torch.from_numpy(targets).to(memory.device)
+def _places(memory: torch.Tensor, piece: Piece, where: slice | torch.Tensor) -> slice | torch.Tensor:
+    """Of all elements of a block."""
+    if isinstance(where, slice):
+        return where
+    starts = where.to(memory.device)
     if piece.run == 1:
-        return first
-    return (first[:, None] + torch.arange(piece.run, device=memory.device)).reshape(-1)
+        return starts
+    return (starts[:, None] + torch.arange(piece.run, device=memory.device)).reshape(-1)
 
 
-def _to(memory: torch.Tensor, bits: Bits) -> torch.Tensor:
-    signed = np.dtype(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1")
-    return torch.from_numpy(bits.view(signed)).to(memory.device)
+def _read(memory: torch.Tensor, places: slice | torch.Tensor) -> torch.Tensor:
+    return memory[places] if isinstance(places, slice) else memory.gather(0, places)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

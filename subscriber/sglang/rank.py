@@ -25,6 +25,7 @@ from subscriber.errors import EngineChanged, EngineFailed, EngineMismatch, Stage
 from subscriber.sglang import live
 from subscriber.sglang.host import Ack, Host
 from subscriber.sglang.job import Job
+from subscriber.sglang.lanes import lanes, share
 from subscriber.sglang.traced import Known, Traced, trace_model
 from subscriber.sglang.wire import NOT_PAUSED, PROTOCOL, RankFiles, file_hash
 
@@ -212,7 +213,7 @@ class Rank:
                 )
             job = self._open(request)
         job.version, job.new = int(request["version"]), job.files.open_values("new")
-        job.keep("targets", "new", *(["old"] if job.old is not None else []))
+        job.keep("new", *(["old"] if job.old is not None else []))
         self._job = job
         return {"seconds": time.perf_counter() - began, "bytes": job.files.nbytes}
 
@@ -287,28 +288,33 @@ class Rank:
             return {}
         if job.token != self.writes or job.old is None:
             raise EngineChanged("weights were written since they were read", hint="they are checked again")
-        for number, piece in enumerate(job.files.order.pieces):
-            targets, old = job.pieces("targets")[number], job.pieces("old")[number]
-            if not live.holds(vectors[piece.memory], piece, targets, old):
+
+        def compare(number: int) -> None:
+            piece = job.files.order.pieces[number]
+            if not live.holds(vectors[piece.memory], piece, job.blocks(number, "old")):
                 name = job.traced.map.memories[piece.memory].name
                 raise EngineChanged(
                     f"{name} is not what it was when it was read", hint="all is checked again"
                 )
+
+        share(compare, len(job.files.order.pieces), lanes() if job.traced.live.on_host else 1)
         return {}
 
     def _write(self, job: Job) -> Ack:
         memories, vectors = job.traced.map.memories, job.traced.live.vectors()
         _synchronize(vectors)
-        began, busy = time.perf_counter(), time.thread_time()
-        with torch.inference_mode():
-            for number, piece in enumerate(job.files.order.pieces):
-                targets, new = job.pieces("targets")[number], job.pieces("new")[number]
-                if not live.write(vectors[piece.memory], piece, targets, new):
-                    raise EngineMismatch(
-                        f"{memories[piece.memory].name} does not hold what was just written",
-                        hint="the memory is damaged, or another thread writes it; replace the server",
-                    )
-        seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - busy
+
+        def write(number: int) -> None:
+            piece = job.files.order.pieces[number]
+            if not live.write(vectors[piece.memory], piece, job.blocks(number, "new")):
+                raise EngineMismatch(
+                    f"{memories[piece.memory].name} does not hold what was just written",
+                    hint="the memory is damaged, or another thread writes it; replace the server",
+                )
+
+        began = time.perf_counter()
+        cpu_seconds = share(write, len(job.files.order.pieces), lanes() if job.traced.live.on_host else 1)
+        seconds = time.perf_counter() - began
         self._host.wrote(str(job.version))
         self._drop_cache()
         self._unfinished = None

@@ -31,6 +31,16 @@ class Served(NamedTuple):
 StartServer = Callable[..., SglangServer]
 
 
+def with_faults(folder: Path) -> dict[str, Any]:
+    """Options of a server whose ranks fail where files in `folder` say (tests/sglang/faults), and write on two threads
+    where there are two cores.
+    """
+    return {
+        "environment": {"DELTASYNC_FAULTS": str(folder), "OMP_NUM_THREADS": "2"},
+        "path": (Path(__file__).with_name("faults"),),
+    }
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Give each test here its time limit."""
     if item.get_closest_marker("timeout") is None:

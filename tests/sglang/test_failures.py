@@ -14,7 +14,7 @@ import pytest
 
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
-from tests.sglang.conftest import SGLANG_PYTHON, reset
+from tests.sglang.conftest import SGLANG_PYTHON, reset, with_faults
 from tests.sglang.oracle import PROMPTS
 from tests.sglang.proxy import Proxy
 from tests.sglang.training import Follower, Trainer, training
@@ -22,7 +22,6 @@ from tests.sglang.watcher import Answer, Watcher, answer
 from tests.subscriber.parts import until
 
 TIMEOUTS: dict[str, Any] = {"write_timeout": 3.0, "request_timeout": 3.0}
-FAULTS = Path(__file__).with_name("faults")
 
 
 @dataclass
@@ -58,8 +57,7 @@ def broken_server(dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFacto
         python=SGLANG_PYTHON,
         model=dense_checkpoint,
         tp_size=2,
-        environment={"DELTASYNC_FAULTS": str(folder)},
-        path=(FAULTS,),
+        **with_faults(folder),
     )
     with SglangServer(options, tmp_path_factory.mktemp("server") / "breakable.log") as server:
         yield Breakable(server.wait_ready(), dense_checkpoint, folder)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
-from tests.sglang.conftest import SGLANG_PYTHON, Served, reset
+from tests.sglang.conftest import SGLANG_PYTHON, Served, reset, with_faults
 from tests.sglang.oracle import Stream
 from tests.sglang.test_following import equals_export
 from tests.sglang.training import Follower, training
@@ -21,7 +21,6 @@ from tests.sglang.watcher import versions_of
 from tests.subscriber.parts import until
 from tests.support.tiny_models import VOCABULARY
 
-FAULTS: Final = Path(__file__).with_name("faults")
 LONG: Final = 1800
 """Tokens of a request that outlasts what is done meanwhile."""
 
@@ -46,8 +45,7 @@ def usual_server(
         tokenizer=folder,
         overlap=True,
         flags=("--grammar-backend", "xgrammar", "--log-requests", "--context-length", "2048"),
-        environment={"DELTASYNC_FAULTS": str(faults)},
-        path=(FAULTS,),
+        **with_faults(faults),
     )
     with SglangServer(options, folder / "server.log") as server:
         yield server.wait_ready()

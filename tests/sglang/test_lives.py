@@ -4,12 +4,10 @@ from pathlib import Path
 
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
-from tests.sglang.conftest import SGLANG_PYTHON, StartServer
+from tests.sglang.conftest import SGLANG_PYTHON, StartServer, with_faults
 from tests.sglang.training import Follower, training
 from tests.subscriber.parts import until
 from tests.support.tiny_models import save_qwen3
-
-FAULTS = Path(__file__).with_name("faults")
 
 
 def test_a_server_that_is_killed_in_every_phase(dense_checkpoint: Path, tmp_path: Path) -> None:
@@ -22,8 +20,7 @@ def test_a_server_that_is_killed_in_every_phase(dense_checkpoint: Path, tmp_path
     options = SglangOptions(
         python=SGLANG_PYTHON,
         model=dense_checkpoint,
-        environment={"DELTASYNC_FAULTS": str(faults)},
-        path=(FAULTS,),
+        **with_faults(faults),
     )
     with training(dense_checkpoint, tmp_path, frozen="embed") as trainer:
         port = None

@@ -8,12 +8,14 @@ which SGLang calls on a thread to compile one.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 POINTS = ("gather", "write", "digest")
+_COUNTING = threading.Lock()  # calls of several threads
 
 
 def register() -> None:
@@ -45,13 +47,14 @@ def _meet(folder: Path, point: str) -> None:
 
     assert plugin._rank is not None
     path = folder / f"{plugin._rank._host.rank}.{point}"
-    if not path.exists():
-        return
-    words = path.read_text().split()
-    if words[0] == "after" and int(words[1]) > 0:
-        path.write_text(" ".join(["after", str(int(words[1]) - 1), *words[2:]]))
-        return
-    path.unlink()
+    with _COUNTING:
+        if not path.exists():
+            return
+        words = path.read_text().split()
+        if words[0] == "after" and int(words[1]) > 0:
+            path.write_text(" ".join(["after", str(int(words[1]) - 1), *words[2:]]))
+            return
+        path.unlink()
     action = words[-1]
     if action == "raise":
         raise OSError(f"{point} fails because a test wants it")

@@ -105,8 +105,9 @@ def read_old(files: RankFiles, memories: list[torch.Tensor]) -> None:
 def write_new(files: RankFiles, memories: list[torch.Tensor]) -> None:
     targets, new = files.open_targets(), files.open_values("new")
     for number, piece in enumerate(files.order.pieces):
-        assert live.write(memories[piece.memory], piece, targets[number], new[number])
-        assert live.holds(memories[piece.memory], piece, targets[number], new[number])
+        blocks = live.cut(piece, targets[number], new[number], on_host=True)
+        assert live.write(memories[piece.memory], piece, blocks)
+        assert live.holds(memories[piece.memory], piece, blocks)
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

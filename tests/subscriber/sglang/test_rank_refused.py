@@ -72,10 +72,9 @@ def test_memory_that_does_not_hold_what_was_written_stays_held_until_it_does(
 
 
 def test_two_values_for_one_place_are_no_write() -> None:
-    memory = torch.zeros(8, dtype=torch.int16)
-    values = np.array([1, 2], np.uint16)
-    assert live.write(memory, Piece(0, 1, 0, 2), np.array([3, 4]), values)
-    assert not live.write(memory, Piece(0, 1, 0, 2), np.array([3, 3]), values)
+    memory, piece, values = torch.zeros(8, dtype=torch.int16), Piece(0, 1, 0, 2), np.array([1, 2], np.uint16)
+    assert live.write(memory, piece, live.cut(piece, np.array([3, 4]), values, on_host=True))
+    assert not live.write(memory, piece, live.cut(piece, np.array([3, 3]), values, on_host=True))
 
 
 def test_a_tensor_that_was_replaced_is_not_written_until_it_is_mapped_again(served: Served) -> None:
