@@ -90,11 +90,13 @@ class Worker:
         if version == 0:
             return {}
         (last,) = applied
+        before = [span for _, *span in self._requests.spans if span[0] < engine.prepared[0]]
         return {
             "changed": last.changed,
             "bytes_read": sum(manifest.nbytes + len(manifest.data) for manifest in last.manifests),
             "seconds": last.seconds | _parts(self._requests.spans, engine.prepared, engine.scattered),
             "scatter_cpu_seconds": engine.cpu_seconds,
+            "recognise": (min(begin for begin, _ in before), max(end for _, end in before)),
             "prepare": engine.prepared,
             "pause": engine.scattered,
         }
