@@ -5,6 +5,7 @@ from typing import Final
 from chunkstore.digest import U64
 from chunkstore.errors import ObjectMissing
 from chunkstore.open import StoreConfig, open_store
+from chunkstore.words import counted, human_bytes
 from manifest.catalog import Catalog
 from manifest.errors import Untrusted
 from manifest.history import find_plan
@@ -55,7 +56,8 @@ class Stream:
             self.catalog = read_catalog(self._store, newest.catalog)
             return (
                 f"the newest is {newest.version}; a new engine starts from the anchor of {path.steps[0].version}, "
-                f"{path.nbytes} bytes in {len(path.steps)} steps; {len(self.catalog.tensors)} tensors"
+                f"{human_bytes(path.nbytes)} in {counted(len(path.steps), 'step')}; "
+                f"{counted(len(self.catalog.tensors), 'tensor')}"
             )
 
         return await in_thread(lambda _: plan())

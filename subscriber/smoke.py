@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from chunkstore.steps import Steps
+from chunkstore.words import human_bytes
 from manifest.key_files import load_trust
 from subscriber.checks import Stream, name_weights
 from subscriber.config import SGLangEngineConfig, SubscriberConfig
@@ -51,7 +52,7 @@ class _Directory:
             self.path.mkdir(parents=True)
             (self.path / "probe").write_bytes(b"probe")
             free = shutil.disk_usage(self.path).free
-        return f"{self._base} can be written; {free} bytes are free"
+        return f"{self._base} can be written; {human_bytes(free)} are free"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What several commands share: options for reaching a store, JSON output, sizes for people."""
+"""What several commands share: options for reaching a store, JSON output, tables and times for people."""
 
 import argparse
 import json
@@ -148,17 +148,6 @@ def _plain(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def human_bytes(count: float) -> str:
-    """12 B, 3.4 kB, 5.6 MB …: decimal units, as object stores bill them."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 1000:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1000:.1f} TB"
-
-
 def age(seconds: float) -> str:
     """12 s, 5 min, 3 h, 4 d: how long ago something was, or for how long it has been so."""
     seconds = max(0.0, seconds)
@@ -167,11 +156,6 @@ def age(seconds: float) -> str:
     if seconds < 6000:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 100 * 3600 else f"{seconds / 86400:.0f} d"
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 version`, `2 versions`."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -3,7 +3,8 @@
 from dataclasses import asdict
 
 from chunkstore.steps import Step, Steps
-from deltasync.commands._common import counted, print_json
+from chunkstore.words import counted
+from deltasync.commands._common import print_json
 
 _WORDS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 

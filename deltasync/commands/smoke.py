@@ -5,7 +5,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltasync.commands._common import Commands, counted
+from chunkstore.words import counted
+from deltasync.commands._common import Commands
 from deltasync.commands._steps import Telling
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from chunkstore.words import counted, human_bytes
 from deltasync.commands._common import (
     Commands,
     add_store_options,
     add_trust_option,
     age,
     count,
-    counted,
-    human_bytes,
     positive,
     print_json,
     store_of,

@@ -3,15 +3,14 @@
 import argparse
 from pathlib import Path
 
+from chunkstore.words import counted, human_bytes
 from deltasync.commands._common import (
     Commands,
     add_base_option,
     add_store_options,
     add_trust_option,
     base_of,
-    counted,
     duration,
-    human_bytes,
     newest_version,
     print_json,
     store_of,

@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
+from chunkstore.words import human_bytes
 from deltasync.commands._common import (
     Commands,
     add_base_option,
     add_store_options,
     add_trust_option,
     base_of,
-    human_bytes,
     newest_version,
     print_json,
     store_of,

@@ -4,13 +4,12 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+from chunkstore.words import counted, human_bytes
 from deltasync.commands._common import (
     Commands,
     add_store_options,
     add_trust_option,
-    counted,
     duration,
-    human_bytes,
     positive,
     print_json,
     store_of,

@@ -3,12 +3,11 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from chunkstore.words import counted, human_bytes
 from deltasync.commands._common import (
     Commands,
     add_store_options,
     add_trust_option,
-    counted,
-    human_bytes,
     print_json,
     store_of,
     table,

@@ -5,14 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkstore.words import counted, human_bytes
 from deltasync.commands._common import (
     Commands,
     add_base_option,
     add_store_options,
     add_trust_option,
     base_of,
-    counted,
-    human_bytes,
     print_json,
     store_of,
     trust_of,

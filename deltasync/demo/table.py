@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from deltasync.commands._common import human_bytes
+from chunkstore.words import human_bytes
 from deltasync.demo.rows import PHASES, Row
 
 _FACTS: Final = ("ver-\nsion", "loss", "reward", "changed\n%", "sent", "times\nsmaller")

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from chunkstore.steps import Steps
+from chunkstore.words import counted
 from subscriber.checks import Stream, name_weights
 from subscriber.config import ServerConfig, SGLangEngineConfig
 from subscriber.errors import EngineMismatch
@@ -66,7 +67,7 @@ class _Server:
         held = "" if first["gate"] is None else f"; it is held: {first['gate']}"
         return (
             f"deltasync {first['deltasync']} in SGLang {first['sglang']}, {first['architecture']} on "
-            f"{len(self._acks)} ranks{held}"
+            f"{counted(len(self._acks), 'rank')}{held}"
         )
 
     async def support(self) -> str:

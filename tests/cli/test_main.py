@@ -9,8 +9,9 @@ import pytest
 
 from chunkstore.errors import ConfigError, DeltasyncError
 from chunkstore.posix import PosixStore
+from chunkstore.words import counted, human_bytes
 from deltasync.cli import build_parser, format_error, main, missing_extra
-from deltasync.commands._common import counted, human_bytes, table
+from deltasync.commands._common import table
 from tests.support.streams import StreamBuilder, random_weights
 
 SLOW = ("torch", "boto3", "transformers", "rich", "numpy", "pydantic", "fsspec")

@@ -83,6 +83,14 @@ def test_everything_is_well_and_nothing_is_left_behind(
     assert not [path for path in (tmp_path / "state").rglob("*") if "smoke" in path.name]
 
 
+def test_numbers_are_for_people(smoke: Smoke, tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (40, 50), "bias": (40,)}
+    StreamBuilder(PosixStore(tmp_path / "store"), random_weights(shapes))
+    steps = smoke()
+    assert re.search(r"anchor of 0, [\d.]+ kB in 1 step; 2 tensors", steps["versions"])
+    assert re.search(r"can be written; [\d.]+ [MGT]B are free", steps["staging"])
+
+
 def test_json_says_the_same(
     stream: StreamBuilder, smoke: Smoke, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
