@@ -5,14 +5,15 @@ have no other in common.
 """
 
 import html
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Final, Self
+from typing import Annotated, Final, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from chunkstore.config import Section
 from chunkstore.errors import ConfigError
@@ -22,10 +23,22 @@ _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 _NAMES: Final = ("", "healthz", "readyz", "status", "metrics")
 
 
+def _host(text: str) -> str:
+    try:
+        text.encode("idna")  # as the socket does, where it ends in a TypeError
+    except UnicodeError:
+        wrong = True
+    else:
+        wrong = any(char.isspace() or not char.isprintable() for char in text)
+    if wrong:
+        raise ValueError("has to be a name or an address of this host, such as 127.0.0.1 or 0.0.0.0")
+    return text
+
+
 class HttpConfig(Section):
     """Where /healthz, /readyz, /status and /metrics are served. Port 0: any free port."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_host)] = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535)
 
 
@@ -50,6 +63,11 @@ def check_address(config: HttpConfig) -> None:
 def _listen(config: HttpConfig, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer((config.host, config.port), handler)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"http.host: {config.host!r} cannot be listened on: {error.strerror}",
+            hint="set http.host to a name or an address of this host, such as 127.0.0.1 or 0.0.0.0",
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"http: cannot listen on {config.host}:{config.port}: {error}",
