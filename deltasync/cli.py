@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import requires, version
-from typing import Final
+from typing import Any, Final
 
 from chunkstore.errors import ConfigError, DeltasyncError
 from deltasync.commands import (
@@ -45,15 +45,26 @@ _REQUIREMENT: Final = re.compile(r"([\w.-]+).*; extra == ['\"](\w+)['\"]")
 """Of a distribution's metadata: a library, and the extra that brings it."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes --debug. The parsers of its commands are of its class, so it may stand before or after a command."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # No default: that of a command would replace what was given before the command.
+        self.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every command with its options; `args.run(args)` is the chosen command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="deltasync",
         description="Keep RL rollout clusters bit-identical to their trainer by shipping only the changed weights.",
         epilog="Exit codes: 0 done or yes, 1 failed or no, 2 wrong command line, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"deltasync {version('deltasync')}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.register(commands)
     publisher_run.register(commands)

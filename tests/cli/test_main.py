@@ -79,8 +79,18 @@ def test_an_error_is_one_message_and_a_hint(tmp_path: Path) -> None:
     assert second.startswith("hint: check the URL")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    done = deltasync("--debug", "status", str(tmp_path))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--debug", "status"],
+        ["status", "--debug"],
+        ["store", "show", "--debug"],
+        ["store", "--debug", "show"],
+    ],
+    ids=" ".join,
+)
+def test_debug_shows_the_traceback_wherever_it_stands(arguments: list[str], tmp_path: Path) -> None:
+    done = deltasync(*arguments, str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):")
     assert "there is no stream at" in done.stderr.splitlines()[-1]
