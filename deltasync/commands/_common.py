@@ -171,4 +171,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """How much a daemon writes to stderr."""
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="how much is written to stderr (default: %(default)s)",
+    )

@@ -48,7 +48,11 @@ def register(commands: Commands) -> None:
         help="fail on any problem, or if a subscriber is further behind",
     )
     parser.add_argument(
-        "--versions", type=positive, default=10, metavar="N", help="how many versions to show (default: 10)"
+        "--versions",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="how many versions to show (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 

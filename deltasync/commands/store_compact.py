@@ -36,7 +36,7 @@ def register(commands: Commands) -> None:
         type=duration,
         default=GRACE,
         metavar="TIME",
-        help=f"what `store gc` is given; past half of it compaction gives up; default {GRACE}",
+        help="what `store gc` is given; past half of it compaction gives up (default: %(default)s)",
     )
     parser.add_argument(
         "--signing-key",

@@ -37,14 +37,14 @@ def register(commands: Commands) -> None:
         type=duration,
         default=GRACE,
         metavar="TIME",
-        help=f"keep everything younger; default {GRACE}",
+        help="keep everything younger (default: %(default)s)",
     )
     parser.add_argument(
         "--keep",
         type=positive,
         default=1,
         metavar="N",
-        help="keep the newest N versions restorable; default 1",
+        help="keep the newest N versions restorable (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.set_defaults(run=run)

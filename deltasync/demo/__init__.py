@@ -17,7 +17,10 @@ ENGINES: Final = ("torch", "sglang")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `deltasync demo`."""
     parser.add_argument(
-        "--engine", choices=ENGINES, default="torch", help="what generates: a module, or a real SGLang server"
+        "--engine",
+        choices=ENGINES,
+        default="torch",
+        help="what generates: a module, or a real SGLang server (default: %(default)s)",
     )
     parser.add_argument(
         "--sglang-python",
@@ -25,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PYTHON",
         help="interpreter of SGLang's environment; default: .venv-sglang here or in the repository",
     )
-    parser.add_argument("--store", choices=("posix", "s3"), default="posix", help="what to publish through")
+    parser.add_argument(
+        "--store",
+        choices=("posix", "s3"),
+        default="posix",
+        help="what to publish through (default: %(default)s)",
+    )
     parser.add_argument(
         "--store-url",
         metavar="URL",
@@ -35,10 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--endpoint-url", metavar="URL", help="with --store-url s3://…: an S3 server that is not AWS"
     )
     parser.add_argument(
-        "--versions", type=_positive, default=6, metavar="N", help="versions to train after the anchor"
+        "--versions",
+        type=_positive,
+        default=6,
+        metavar="N",
+        help="versions to train after the anchor (default: %(default)s)",
     )
     parser.add_argument(
-        "--model", choices=MODEL_NAMES, default="smollm2", help="tiny: random weights, for a quick run"
+        "--model",
+        choices=MODEL_NAMES,
+        default="smollm2",
+        help="tiny: random weights, for a quick run (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON document on stdout")
     parser.add_argument(

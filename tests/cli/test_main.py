@@ -1,7 +1,9 @@
 """The command as a whole: quick help, exit codes, errors for people, tracebacks only on demand."""
 
+import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,27 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         main([*command, "--help"])
     assert stopped.value.code == 0
     assert f"usage: deltasync {' '.join(command)} " in capsys.readouterr().out
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Those of all commands below `parser`, itself included."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers(below)
+
+
+def test_every_default_is_in_the_help() -> None:
+    shown = {
+        f"{parser.prog} {action.option_strings[0]}": f"default: {action.default}"
+        in parser._get_formatter()._expand_help(action)
+        for parser in parsers(build_parser())
+        for action in parser._actions
+        if action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
+    }
+    assert len(shown) > 5
+    assert [option for option, told in shown.items() if not told] == []
 
 
 @pytest.mark.parametrize(
