@@ -9,8 +9,9 @@ Exit codes, the same for every command:
     2    the command line itself is wrong
     130  interrupted with Ctrl-C; a daemon that runs ends with 0, as with SIGTERM
 
-Modules that take long to import (torch, boto3, transformers, rich) are imported by the commands that need them, when
-they run, so `deltasync --help` answers at once.
+Modules that take long to import (torch, boto3, transformers, rich, asyncio) are imported by the commands that need
+them, when they run, so `deltasync --help` answers at once. The commands themselves are imported below `main`, where
+Ctrl-C is caught.
 """
 
 import argparse
@@ -18,25 +19,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import requires, version
 from typing import Any, Final
 
 from chunkstore.errors import ConfigError, DeltasyncError
-from deltasync.commands import (
-    check_config,
-    demo,
-    keys_generate,
-    publisher_run,
-    smoke,
-    status,
-    store_check,
-    store_compact,
-    store_export,
-    store_gc,
-    store_show,
-    store_verify,
-    subscriber_run,
-)
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -58,6 +43,24 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command with its options; `args.run(args)` is the chosen command."""
+    from importlib.metadata import version
+
+    from deltasync.commands import (
+        check_config,
+        demo,
+        keys_generate,
+        publisher_run,
+        smoke,
+        status,
+        store_check,
+        store_compact,
+        store_export,
+        store_gc,
+        store_show,
+        store_verify,
+        subscriber_run,
+    )
+
     parser = _Parser(
         prog="deltasync",
         description="Keep RL rollout clusters bit-identical to their trainer by shipping only the changed weights.",
@@ -87,18 +90,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Exits the process only for --help and wrong usage."""
-    args = build_parser().parse_args(argv)
+    debug = False
     try:
+        args = build_parser().parse_args(argv)
+        debug = args.debug
         code: int = args.run(args)
         sys.stdout.flush()
     except DeltasyncError as error:
-        if args.debug:
+        if debug:
             raise
         print(format_error(error), file=sys.stderr)
         return FAILED
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
-        if args.debug or missing is None:
+        if debug or missing is None:
             raise
         print(format_error(missing), file=sys.stderr)
         return FAILED
@@ -107,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        if args.debug:
+        if debug:
             raise
         return INTERRUPTED
     return code
@@ -115,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
     """What to install where a command lacks a library of one of our extras; None if the module is none of theirs."""
+    from importlib.metadata import requires
+
     name = (error.name or "").partition(".")[0]
     extras = sorted(
         found[2]

@@ -1,7 +1,6 @@
 """`deltasync smoke`: is this cluster wired correctly, step by step."""
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,8 @@ def register(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import asyncio
+
     telling = Telling(json=args.json)
     asyncio.run(_smoke(telling.steps, args.config))
     return telling.end("all is well")

@@ -1,7 +1,6 @@
 """`deltasync subscriber run`: the rollout side's daemon."""
 
 import argparse
-import asyncio
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +31,8 @@ def register(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import asyncio
+
     from chunkstore.config import load_config
     from deltasync.commands._daemon import log_to_stderr, return_freed_memory
     from deltasync.commands._engines import engine_config, engines
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(fleet: "Fleet", until_version: int | None, once: bool) -> None:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, fleet.stop)

@@ -16,7 +16,7 @@ from deltasync.cli import build_parser, format_error, main, missing_extra
 from deltasync.commands._common import table
 from tests.support.streams import StreamBuilder, random_weights
 
-SLOW = ("torch", "boto3", "transformers", "rich", "numpy", "pydantic", "fsspec")
+SLOW = ("torch", "boto3", "transformers", "rich", "numpy", "pydantic", "fsspec", "asyncio")
 COMMANDS = (
     ["demo"], ["publisher", "run"], ["subscriber", "run"], ["status"], ["store", "show"], ["store", "verify"],
     ["store", "export"], ["keys", "generate"], ["check-config"], ["smoke"],
@@ -156,6 +156,23 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr("deltasync.commands.status.run", interrupted)
     assert main(["status", "anywhere"]) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("module", ["importlib.metadata", "deltasync.commands.smoke", "chunkstore.open"])
+def test_ctrl_c_is_quiet_while_modules_are_imported(module: str, tmp_path: Path) -> None:
+    interrupting = f"""
+import sys
+sys.modules.pop({module!r}, None)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+from deltasync.cli import main
+sys.exit(main(["status", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", interrupting], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_errors_without_a_hint_have_one_line() -> None:
