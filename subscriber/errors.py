@@ -15,7 +15,7 @@ DeltasyncError
     ├── StagedLost            staged values are gone or damaged (reseed)
     ├── StagingFull           the staging directory has too little room (retry)
     ├── StagingUnavailable    a local directory is gone, read-only or damaged (retry)
-    └── SubscriberBusy        another subscriber of the same id runs on this state directory (fatal)
+    └── SubscriberBusy        another subscriber of the same id uses this state or staging directory (fatal)
 """
 
 from chunkstore.errors import Action, DeltasyncError

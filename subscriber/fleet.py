@@ -15,9 +15,8 @@ from chunkstore.metrics import StoreMetrics
 from chunkstore.open import open_store
 from subscriber.answers import answers_of
 from subscriber.config import SERVER_NAME, SubscriberConfig
-from subscriber.disk import check_writable
 from subscriber.engine import Engine
-from subscriber.journal import Journal, locked
+from subscriber.journal import Journal, locked, locked_folder
 from subscriber.report import SERVER, AppliedVersion, Report, event
 from subscriber.session import Session
 from subscriber.spool import Spool
@@ -42,8 +41,7 @@ def check_place(config: SubscriberConfig) -> None:
 
     SubscriberBusy, StagingUnavailable or StagingFull of a directory, ConfigError of a port in use.
     """
-    with locked(config.state_path):
-        check_writable(config.staging_path)
+    with locked(config.state_path), locked_folder(config.staging_path):
         if config.http is not None:
             check_address(config.http)
 
@@ -178,7 +176,7 @@ class Fleet:
         config = self.config
         with ExitStack() as stack:
             stack.enter_context(locked(config.state_path))
-            check_writable(config.staging_path)
+            stack.enter_context(locked_folder(config.staging_path))
             if config.http is not None:
                 answers, parts = answers_of(config.id, self.reports, self._metrics)
                 self.http_port = stack.enter_context(StatusServer(config.http, answers, parts)).port

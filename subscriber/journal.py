@@ -74,12 +74,36 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise SubscriberBusy(
-                f"another subscriber uses {directory}", hint="give each subscriber of a host its own `id`"
-            ) from error
+            raise _busy(directory, "give each subscriber of a host its own `id`") from error
         yield
     finally:
         os.close(lock)
+
+
+@contextmanager
+def locked_folder(directory: Path) -> Iterator[None]:
+    """As `locked`, but without a file in `directory`, in which everything is part of an update.
+
+    Raises SubscriberBusy, StagingUnavailable.
+    """
+    check_writable(directory)
+    with disk_errors(directory):
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "give each subscriber of a host its own `id`, or its own staging_dir"
+            raise _busy(directory, hint) from error
+        except OSError:
+            pass  # some network file systems lock files alone: nobody is refused there
+        yield
+    finally:
+        os.close(folder)
+
+
+def _busy(directory: Path, hint: str) -> SubscriberBusy:
+    return SubscriberBusy(f"another subscriber uses {directory}", hint=hint)
 
 
 class Journal:

@@ -15,7 +15,7 @@ import pytest
 
 from chunkstore.posix import PosixStore
 from deltasync.cli import main
-from subscriber.journal import locked
+from subscriber.journal import locked, locked_folder
 from subscriber.status import SubscriberStatus
 from tests.support.daemons import WAIT, command, daemon, free_port
 from tests.support.streams import StreamBuilder, random_weights
@@ -159,7 +159,7 @@ def test_a_state_directory_that_cannot_be_made_is_named(config: Path, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["staging_unavailable", "subscriber_busy", "config"])
+@pytest.mark.parametrize("kind", ["staging_unavailable", "subscriber_busy", "staging", "config"])
 def test_what_would_end_the_run_is_told_before_the_factory_is_called(
     config: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,12 +169,14 @@ def test_what_would_end_the_run_is_told_before_the_factory_is_called(
             (tmp_path / "state").write_text("a file")
         elif kind == "subscriber_busy":
             stack.enter_context(locked(tmp_path / "state" / "rollout-1"))
+        elif kind == "staging":
+            stack.enter_context(locked_folder(tmp_path / "state" / "staging" / "rollout-1"))
         else:
             taken = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
             config.write_text(config.read_text().replace("port: 0", f"port: {taken}"))
         assert main(["subscriber", "run", "-c", str(config), "--once"]) == 1
     said = capsys.readouterr().err
-    assert f"error[{kind}]: " in said
+    assert f"error[{'subscriber_busy' if kind == 'staging' else kind}]: " in said
     assert "my_rollout:failing" not in said
 
 

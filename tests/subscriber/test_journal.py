@@ -1,12 +1,15 @@
 """The journal: atomic, per boot id, one process at a time."""
 
+import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from subscriber.errors import SubscriberBusy
-from subscriber.journal import AppliedRecord, ApplyingRecord, Entry, Journal, locked
+from subscriber.journal import AppliedRecord, ApplyingRecord, Entry, Journal, locked, locked_folder
 
 ENTRY = Entry("ab" * 16, AppliedRecord(3, "cd" * 32, "ef" * 32), ApplyingRecord(4, "/staged", "01" * 32))
 
@@ -90,6 +93,34 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(SubscriberBusy, match="another subscriber"), locked(tmp_path):
         pytest.fail("locked twice")
     with locked(tmp_path):
+        pass
+
+
+def test_a_folder_is_locked_without_a_file_until_the_process_is_gone(tmp_path: Path) -> None:
+    holding = (
+        "import sys; from pathlib import Path; from subscriber.journal import locked_folder\n"
+        "with locked_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holding, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(SubscriberBusy, match="another subscriber"), locked_folder(tmp_path):
+            pytest.fail("locked twice")
+        other.kill()
+    with locked_folder(tmp_path), locked(tmp_path):  # of a folder that is both
+        pass
+
+
+def test_a_file_system_that_locks_no_folders_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, how: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with locked_folder(tmp_path):
         pass
 
 

@@ -219,3 +219,18 @@ def test_two_engines_with_one_id_are_refused(builder: StreamBuilder, tmp_path: P
         second.start()
         with pytest.raises(SubscriberBusy, match="another subscriber"):
             second.wait_for(0, TIMEOUT)
+
+
+def test_two_that_share_only_the_staging_folder_are_refused_until_one_is_gone(
+    builder: StreamBuilder, tmp_path: Path
+) -> None:
+    worker, shared = Worker(tmp_path, builder, staging_dir=tmp_path / "shared"), tmp_path / "shared"
+    other = Worker(tmp_path, builder, staging_dir=shared, state_dir=tmp_path / "other")
+    with running(worker.subscriber) as subscriber:
+        subscriber.wait_for(0, TIMEOUT)
+        with pytest.raises(SubscriberBusy, match=f"another subscriber uses {shared}") as caught:
+            other.check_cold_start(0)
+        assert "staging_dir" in caught.value.hint
+    other.check_cold_start(0)
+    worker.restart()
+    worker.check_cold_start(0)
