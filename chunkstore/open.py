@@ -88,9 +88,8 @@ def open_store(
     """The store of `config`, counted in `metrics`, limited and retried. Connects to nothing yet.
 
     `page`: keys per request of a listing, where that takes requests. `make`: whether a write creates a folder that is
-    not there. `hold`: called in every put_if_absent before its
-    last step, where it has several. Raises ConfigError if the package for this kind of
-    store is not installed or its URL is not usable.
+    not there; if not, every call says that it is not. `hold`: called in every put_if_absent before its last step, where
+    it has several. Raises ConfigError if the package for this kind of store is not installed or its URL is not usable.
     """
     counters = metrics or StoreMetrics()
     raw = _raw(config, page, make, hold)

@@ -61,7 +61,7 @@ _ERRORS: Final[dict[int, tuple[type[StoreError], str]]] = {
 
 
 class PosixStore(Store):
-    """Objects as files below `root`, which the first write creates, if `make`.
+    """Objects as files below `root`, which the first write creates, if `make`; else it has to be there for every call.
 
     A root that was there once is not made anew. It may be a mount that is gone, and what were written below its mount
     point would be in no store.
@@ -202,11 +202,11 @@ class PosixStore(Store):
             kind, hint = _ERRORS.get(error.errno or 0, _OTHER)
             raise kind(f"{operation} {self.url}/{key}: {error.strerror or error}", hint=hint) from error
 
-    def _check_root(self, *, needed: bool = False) -> None:
-        """Raises AccessDenied if the root is not there, and was before or is `needed`."""
+    def _check_root(self) -> None:
+        """Raises AccessDenied if the root is not there, and was before or is for others to make."""
         if self._root.is_dir():
             self._met = True
-        elif self._met or needed:
+        elif self._met or not self._make:
             raise AccessDenied(
                 f"{self.url} is not there{' any more' if self._met else ''}",
                 hint="check the path and what is mounted there; only who publishes makes this folder, and only once",
@@ -263,7 +263,7 @@ class PosixStore(Store):
         if path.is_dir():
             return
         if path == self._root:
-            self._check_root(needed=not self._make)
+            self._check_root()
         self._make_directory(path.parent)
         with suppress(FileExistsError):
             os.mkdir(path)

@@ -33,7 +33,7 @@ class Stream:
 
     async def reach(self) -> str:
         def reach() -> str:
-            self._store = open_store(self._config)
+            self._store = open_store(self._config, make=False)
             try:
                 self._found = open_stream(self._store, self._trust)
             except (ObjectMissing, Untrusted) as error:

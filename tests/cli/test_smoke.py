@@ -113,7 +113,14 @@ def test_a_config_without_engine_is_no_set_up(smoke: Smoke) -> None:
     assert "engine: is required" in smoke(engine=None)["config"]
 
 
-def test_a_missing_stream_skips_what_needs_it(smoke: Smoke) -> None:
+def test_a_folder_that_is_not_there_is_not_a_missing_stream(smoke: Smoke, tmp_path: Path) -> None:
+    steps = smoke()
+    assert steps["store"] == f"FAILED error[access_denied]: {(tmp_path / 'store').as_uri()} is not there"
+    assert steps["stream"] == "skipped needs: store"
+
+
+def test_a_missing_stream_skips_what_needs_it(smoke: Smoke, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
     steps = smoke()
     assert steps["store"].startswith("ok ")
     assert steps["stream"].startswith("FAILED error[object_missing]: there is no stream at ")

@@ -183,7 +183,7 @@ def test_a_store_that_is_not_mounted_is_told_and_not_written_to(tmp_path: Path) 
     assert not root.exists()  # its last word would have made it
     worker.restart()
     with running(worker.subscriber):
-        until(lambda: worker.reports(lambda message: "there is no stream" in message))
+        until(lambda: worker.reports(lambda message: message == f"{root.as_uri()} is not there"))
     assert not root.exists()
     elsewhere.rename(root)
     builder.train()
