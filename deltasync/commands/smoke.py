@@ -45,8 +45,13 @@ async def _smoke(steps: "Steps", path: Path) -> None:
         config = load_config(path, SubscriberConfig)
         engine = engine_config(config, path)
         read.append(config)
-        servers = len(engine.servers) if isinstance(engine, SGLangEngineConfig) else 0
-        return f"{path}: subscriber {config.id}, " + (counted(servers, "server") if servers else "a module")
+        if not isinstance(engine, SGLangEngineConfig):
+            return f"{path}: subscriber {config.id}, a module"
+
+        from subscriber.sglang.http import key_of
+
+        key_of(engine, f"{path}")
+        return f"{path}: subscriber {config.id}, {counted(len(engine.servers), 'server')}"
 
     def make_engine() -> Engine:
         engine = read[0].engine

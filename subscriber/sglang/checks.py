@@ -26,7 +26,7 @@ async def check_server(
 
         await steps.do(name, careful, needs, server.name)
 
-    await do("server", checked.reach)
+    await do("server", checked.reach, "config")
     await do("key", checked.show_key, "server")
     await do("plugin", checked.greet, "key")
     await do("supported", checked.support, "plugin")

@@ -73,7 +73,7 @@ class Http:
         Raises EngineDenied if there is no key that can be sent, EngineFailed if no answer comes.
         """
         seconds = timeout or self._config.request_timeout
-        key = self._key()
+        key = key_of(self._config, self._server.name)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         place = f"{self._server.name}: {self._server.url.rstrip('/')}{path}"
         try:
@@ -98,29 +98,34 @@ class Http:
             raise EngineFailed(f"{place} {what}: {why}", hint=_hint(error)) from error
         return _answer(response, bytes(data), key)
 
-    def _key(self) -> str | None:
-        """All requests here are of SGLang's level that wants the admin key, if there is one, else the plain one."""
-        config = self._config
-        for name in ("admin_api_key", "api_key"):
-            given, file = getattr(config, name), getattr(config, f"{name}_file")
-            if given is not None:
-                return str(given.get_secret_value())
-            if file is not None:
-                return self._read_key(f"engine.{name}_file", file.expanduser())
-        return None
 
-    def _read_key(self, setting: str, file: Path) -> str:
-        try:
-            key = _text_of(file)
-            why = unsendable(key)
-        except OSError as error:
-            key, why = "", f"cannot be read: {error.strerror}"
-        if why is not None:
-            raise EngineDenied(
-                f"{self._server.name}: {setting}: {file} {why}",
-                hint="write the key into it, alone and on one line; it is read anew for every request",
-            )
-        return key
+def key_of(config: SGLangEngineConfig, whose: str) -> str | None:
+    """The key that requests are sent with, if the servers want one. `whose`: what an error begins with.
+
+    All requests here are of SGLang's level that wants the admin key, if there is one, else the plain one. Raises
+    EngineDenied.
+    """
+    for name in ("admin_api_key", "api_key"):
+        given, file = getattr(config, name), getattr(config, f"{name}_file")
+        if given is not None:
+            return str(given.get_secret_value())
+        if file is not None:
+            return _read_key(f"{whose}: engine.{name}_file", file.expanduser())
+    return None
+
+
+def _read_key(setting: str, file: Path) -> str:
+    try:
+        key = _text_of(file)
+        why = unsendable(key)
+    except OSError as error:
+        key, why = "", f"cannot be read: {error.strerror}"
+    if why is not None:
+        raise EngineDenied(
+            f"{setting}: {file} {why}",
+            hint="write the key into it, alone and on one line; it is read anew for every request",
+        )
+    return key
 
 
 def _text_of(file: Path) -> str:

@@ -109,6 +109,25 @@ def test_a_wrong_key_of_the_config_is_all_that_is_said(smoke: Smoke) -> None:
     assert steps["config"].startswith("FAILED error[config]: ")
 
 
+def test_a_key_file_that_cannot_be_used_is_told_of_the_config(
+    stream: StreamBuilder, smoke: Smoke, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {"type": "sglang", "servers": [{"url": "http://127.0.0.1:9"}], "api_key_file": f"{tmp_path}/no"}
+    config = tmp_path / "subscriber.yaml"
+    words = f"{config}: engine.api_key_file: {tmp_path}/no cannot be read: No such file or directory"
+    assert smoke(engine=engine)["config"] == f"FAILED error[engine_denied]: {words}"
+    assert main(["smoke", "--json", "-c", str(config)]) == 1
+    outcomes = {step["name"]: step["outcome"] for step in json.loads(capsys.readouterr().out)["steps"]}
+    assert outcomes.pop("config") == "failed"
+    assert {name for name, outcome in outcomes.items() if outcome == "ok"} == {
+        "store",
+        "stream",
+        "versions",
+        "staging",
+    }
+    assert set(outcomes.values()) == {"ok", "skipped"}
+
+
 def test_a_config_without_engine_is_no_set_up(smoke: Smoke) -> None:
     assert "engine: is required" in smoke(engine=None)["config"]
 
