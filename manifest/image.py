@@ -19,11 +19,11 @@ from chunkstore.digest import digest, digest_at
 from chunkstore.dtypes import Bits, bits_dtype
 from chunkstore.errors import CorruptObject
 from chunkstore.store import Store
+from chunkstore.words import counted
 from manifest.catalog import Catalog, TensorSpec
 from manifest.errors import LocalDiskError
 from manifest.fetch import fetch_chunk
-from manifest.keys import manifest_key
-from manifest.layout import check_layout
+from manifest.layout import check_layout, name_of
 from manifest.schema import Manifest
 
 if TYPE_CHECKING:  # it needs torch
@@ -57,7 +57,7 @@ class Image:
             reader = fetch_chunk(store, ref, self.catalog)
             for i in range(len(reader.sections)):
                 self.write(reader.decode(i))
-        self.check(manifest, f"{store.url}/{manifest_key(manifest.version)}")
+        self.check(manifest, f"{store.url}: {name_of(manifest)}")
 
     def load(self, checkpoint: "Checkpoint", manifest: Manifest) -> None:
         """Take over the checkpoint that `manifest`, a reference, is. Raises ManifestInvalid, BaseMissing."""
@@ -78,8 +78,8 @@ class Image:
         ]
         if wrong:
             raise CorruptObject(
-                f"{name}: rebuilding version {manifest.version} does not give the promised digest of {len(wrong)}"
-                f" tensors: {', '.join(wrong[:20])}",
+                f"{name}: rebuilding version {manifest.version} does not give the promised digest of "
+                f"{counted(len(wrong), 'tensor')}: {', '.join(wrong[:20])}",
                 hint="the version cannot be used; ask the publisher for an anchor",
             )
 

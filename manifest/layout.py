@@ -4,7 +4,7 @@ import numpy as np
 
 from manifest.catalog import Catalog, TensorSpec, root_digest
 from manifest.errors import ManifestInvalid
-from manifest.keys import manifest_key
+from manifest.keys import chunk_prefix
 from manifest.schema import Manifest
 from manifest.sections import Columns, SectionRef, Sections
 
@@ -16,7 +16,7 @@ def check_layout(manifest: Manifest, catalog: Catalog) -> None:
     element twice, as far as ranges and counts tell; a sparse one belongs to a dtype that may be sent sparsely. The
     sections of an anchor store every element; a tensor without elements has none.
     """
-    name = f"manifest of version {manifest.version} ({manifest_key(manifest.version)})"
+    name = name_of(manifest)
     if manifest.catalog != catalog.hash:
         raise ManifestInvalid(f"{name} has catalog {manifest.catalog.hex()}, not {catalog.hash.hex()}")
     if len(manifest.digests) != 8 * len(catalog.tensors):
@@ -34,6 +34,12 @@ def check_layout(manifest: Manifest, catalog: Catalog) -> None:
         problems += _untiled(sections, catalog)
     if problems:
         raise ManifestInvalid(f"{name} does not fit its catalog: " + "; ".join(problems[:20]))
+
+
+def name_of(manifest: Manifest) -> str:
+    """For errors: which manifest it is. Not by its key: it does not say whether it is an alternate."""
+    chunks = f" ({chunk_prefix(manifest.version, manifest.attempt)})" if manifest.chunks else ""
+    return f"the {manifest.kind} of version {manifest.version}{chunks}"
 
 
 def section_problem(section: SectionRef, spec: TensorSpec) -> str | None:

@@ -9,6 +9,7 @@ from chunkstore.errors import CorruptObject, DeltasyncError, ObjectMissing
 from chunkstore.memory import MemoryStore
 from manifest.history import find_plan
 from manifest.image import scratch_image
+from manifest.keys import chunk_prefix, manifest_key
 from manifest.rebuild import rebuild
 from tests.support.streams import StreamBuilder, random_weights
 
@@ -52,5 +53,10 @@ def test_a_step_that_cannot_be_taken_is_gone_around(harm: Harm | None, error: ty
         for spec, bits in zip(stream.catalog.tensors, image.arrays, strict=True):
             np.testing.assert_array_equal(bits, stream.weights[3][spec.name].bits.ravel())
         lose(stream, stream.manifests[1].chunks[0].key)
-        with pytest.raises(error, match="/00000000000000000002"):
+        with pytest.raises(error, match="/00000000000000000002") as caught:
             rebuild(stream.log, 3, image)  # says what was wrong with the path that it would have taken
+    assert manifest_key(2) not in caught.value.message  # nothing is wrong with that one
+    if harm is None:
+        alternate = stream.log.read_alternate(2)
+        assert alternate is not None
+        assert f"the anchor of version 2 ({chunk_prefix(2, alternate.attempt)})" in caught.value.message
