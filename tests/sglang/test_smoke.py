@@ -124,6 +124,7 @@ def test_a_wrong_port_is_named(trainer: Trainer, tmp_path: Path) -> None:
 
 
 def test_a_missing_stream_is_named_and_the_server_still_checked(dense: Served, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
     code, steps = smoke(tmp_path, tmp_path / "nothing", dense.server.url)
     assert code == 1
     later = ("versions", "shared files", "mapping", "weights")
