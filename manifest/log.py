@@ -13,7 +13,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from chunkstore.crashpoints import crash_point
-from chunkstore.errors import CorruptObject, FormatUnsupported, ObjectMissing
+from chunkstore.errors import CorruptObject, FormatUnsupported, LimitExceeded, ObjectMissing
 from chunkstore.store import Store
 from manifest.catalog import MAX_CATALOG_BYTES, Catalog
 from manifest.errors import ChainError, ForeignStream, ManifestInvalid, Untrusted
@@ -123,10 +123,18 @@ def read_catalog(store: Store, catalog_hash: bytes) -> Catalog:
     FormatUnsupported.
     """
     key = catalog_key(catalog_hash)
-    data = store.get(key, limit=MAX_CATALOG_BYTES)
+    data = _bounded(store, key, MAX_CATALOG_BYTES)
     if blake3.blake3(data).digest() != catalog_hash:
         raise _wrong_hash(store, key)
     return Catalog.from_bytes(data)
+
+
+def _bounded(store: Store, key: str, limit: int) -> bytes:
+    """As `store.get`. What is too large is refused as whatever else is no record, for readers go on with others."""
+    try:
+        return store.get(key, limit=limit)
+    except LimitExceeded as error:
+        raise ManifestInvalid(error.message) from error
 
 
 def _wrong_hash(store: Store, key: str) -> CorruptObject:
@@ -261,7 +269,7 @@ class VersionLog:
 
     def _read(self, key: str, version: int) -> Manifest | None:
         try:
-            data = self.store.get(key, limit=MAX_MANIFEST_BYTES)
+            data = _bounded(self.store, key, MAX_MANIFEST_BYTES)
         except ObjectMissing:
             return None
         return self._parse(key, data, version)

@@ -218,7 +218,7 @@ def test_foreign_and_misplaced_manifests_are_refused() -> None:
 def test_reads_and_commits_are_bounded() -> None:
     store, log = filled([])
     store.put(manifest_key(0), bytes(MAX_MANIFEST_BYTES + 1))
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(ManifestInvalid, match=f"limit of {MAX_MANIFEST_BYTES}"):
         log.read(0)
     with pytest.raises(LimitExceeded):
         log.commit(make_manifest(0))

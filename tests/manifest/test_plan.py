@@ -387,11 +387,3 @@ def test_a_path_never_uses_what_cannot_be_had() -> None:
         find_plan(log, applied, 3, {chain[2].hash})
     log.put_alternate(make_alternate(chain[2], nbytes=2000))
     assert find_plan(log, applied, 3, {chain[2].hash}).nbytes == 2100
-
-
-def test_a_manifest_that_cannot_be_read_is_named() -> None:
-    chain = make_chain(4)
-    log = log_of(chain)
-    log.store.put(manifest_key(2), b"junk")
-    with pytest.raises(ChainError, match=f"{manifest_key(2)} is not msgpack"):
-        find_plan(log, Applied(1, chain[1].root), 3)
