@@ -43,19 +43,16 @@ def share(work: Callable[[int], None], items: int, threads: int) -> float:
             failures.append(failure)
         seconds.append(time.thread_time() - began)
 
-    others = [
-        threading.Thread(target=lane, name="deltasync-lane", daemon=True)
-        for _ in range(min(threads, items) - 1)
-    ]
-    started = 0
+    others = list[threading.Thread]()
     try:
-        for other in others:
+        for _ in range(min(threads, items) - 1):
+            other = threading.Thread(target=lane, name="deltasync-lane", daemon=True)
             other.start()
-            started += 1
-    except RuntimeError:
-        pass  # as many as this process may have
+            others.append(other)
+    except (RuntimeError, MemoryError):
+        pass  # as many as this process may have; those that run must be waited for
     lane()
-    for other in others[:started]:
+    for other in others:
         other.join()
     if failures:
         raise failures[0]

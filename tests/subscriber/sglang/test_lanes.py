@@ -103,6 +103,33 @@ def test_where_no_thread_can_be_had_the_work_is_done_all_the_same(monkeypatch: p
     assert done == list(range(7))
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_threads_that_run_are_waited_for_even_if_the_next_cannot_be_had(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever went on writing after the answer would write into what is served."""
+    original, started, before = threading.Thread.start, list[str](), threading.active_count()
+
+    def start(self: threading.Thread) -> None:
+        if started:
+            raise error("no second one")
+        started.append(self.name)
+        original(self)
+
+    def work(item: int) -> None:
+        if item < 2:  # one for each of the two
+            both.wait()
+        if threading.current_thread().name in started:
+            until(lambda: waits_for_others(caller))
+        done.append(item)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    caller, both, done = threading.get_ident(), threading.Barrier(2, timeout=TIMEOUT), list[int]()
+    share(work, 3, 3)
+    assert sorted(done) == [0, 1, 2]
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize(("torch_may", "cores", "expected"), [(4, 2, 2), (1, 8, 1), (64, 64, 8)])
 def test_threads_are_as_many_as_the_operator_gave(
     torch_may: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
