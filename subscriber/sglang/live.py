@@ -118,6 +118,12 @@ def digest(name: str, memory: torch.Tensor, box: Box) -> int:
     return total & _MASK
 
 
+def synchronize(vectors: list[torch.Tensor]) -> None:
+    """Wait until nothing that was started on the devices reads or writes any more."""
+    for device in {vector.device for vector in vectors if vector.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
+
+
 _Part = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 

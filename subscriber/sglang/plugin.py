@@ -28,7 +28,9 @@ _WRITERS: Final = (
     "update_weights_from_ipc", "begin_weight_update", "end_weight_update", "release_memory_occupation",
     "resume_memory_occupation",
 )  # fmt: skip
-_NEEDED: Final = ("continue_generation", "pause_generation", "grammar_manager.grammar_queue")
+_NEEDED: Final = (
+    "continue_generation", "pause_generation", "grammar_manager.grammar_queue", "handle_update_weight_version",
+)  # fmt: skip
 """Of a scheduler."""
 _HARMLESS: Final = {"checksum", "snapshot", "compare"}
 """Actions of `/weights_checker` that only read."""
@@ -46,6 +48,7 @@ def register() -> None:
     for name in _WRITERS:
         HookRegistry.register(f"{_UPDATER}.{name}", _around_writer, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.continue_generation", _around_continue, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.handle_update_weight_version", _after_version, HookType.AFTER)
     HookRegistry.register(f"{_STATE}.get_internal_state", _after_state, HookType.AFTER)
 
 
@@ -206,6 +209,11 @@ def _around_continue(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         log.warning("deltasync: generation is not continued: %s", _rank.gate)
         return None
     return original(*args, **kwargs)
+
+
+def _after_version(result: Any, *args: Any, **kwargs: Any) -> None:
+    if _rank is not None:
+        _rank.named()
 
 
 def _after_state(result: Any, *args: Any, **kwargs: Any) -> None:

@@ -54,6 +54,7 @@ class Rank:
         self._cached = 0  # the same, at the oldest weights that anything cached may come from
         self.gate: str | None = None
         self._released: Released | None = None
+        self._named = False  # the version that the server shows was told it on its own, not by who wrote it
         self._maps = Known()
         self._refusals: list[str] | None = None
         self._job: Job | None = None
@@ -87,10 +88,18 @@ class Rank:
 
     def somebody_writes(self) -> None:
         """Weights are about to be written by something else than this plugin. Nobody reads them on return."""
-        if self._released is not None and self._released.writes == self.writes:
-            self._careful(self._host.disown)
+        self._disown()
         self._count_write()
         self._foreign += 1
+
+    def named(self) -> None:
+        """The server was told which version it serves: by a subscriber, whose word ends with the next write."""
+        self._named = bool(self._maps)
+
+    def _disown(self) -> None:
+        if self._named:
+            self._named = False
+            self._careful(self._host.disown)
 
     def _count_write(self) -> None:
         self.writes += 1  # first, for readers take the lock again and again
@@ -244,7 +253,9 @@ class Rank:
             acks = self._host.vote(self._careful(self._forget))
         if all(ack["ok"] for ack in acks):
             self._released = Released(request["version"], self.writes)
-            self.gate, self._job = None, None
+            self.gate, self._job, self._named = None, None, True
+        elif any(ack["writes"] != request["tokens"][ack["rank"]] for ack in acks):
+            self._disown()  # the version that the server was told for this is not there
         return acks
 
     def _check_release(self, request: Ack) -> Ack:
@@ -302,7 +313,7 @@ class Rank:
 
     def _write(self, job: Job) -> Ack:
         memories, vectors = job.traced.map.memories, job.traced.live.vectors()
-        _synchronize(vectors)
+        live.synchronize(vectors)
 
         def write(number: int) -> None:
             piece = job.files.order.pieces[number]
@@ -344,12 +355,6 @@ class Rank:
                 f"memory has been released: {', '.join(released)}",
                 hint="POST /resume_memory_occupation for all of it; the subscriber goes on by itself",
             )
-
-
-def _synchronize(vectors: list[torch.Tensor]) -> None:
-    """Wait until nothing that was started on the devices reads or writes any more."""
-    for device in {vector.device for vector in vectors if vector.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)
 
 
 def _read(path: Path, wanted: str) -> bytes:

@@ -54,6 +54,9 @@ class Known:
     def __init__(self) -> None:
         self._by_catalog: OrderedDict[bytes, Traced] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._by_catalog)
+
     def of(self, catalog: Catalog, foreign: int) -> Traced | None:
         """That of `catalog`, unless somebody has written since, who may have moved what it maps."""
         found = self._by_catalog.get(catalog.hash)

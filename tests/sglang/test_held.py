@@ -1,5 +1,6 @@
 """A server as operators run it, with overlapping batches and grammars, that is held while strangers go on using it."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
+from subscriber.sglang.client import Client
+from subscriber.sglang.engine import SGLangEngine
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, Served, reset, with_faults
 from tests.sglang.oracle import Stream
@@ -215,6 +218,36 @@ def test_tokens_of_somebody_elses_weights_do_not_go_by_our_version(served: Serve
         assert versions_of(stream.meta) == ("1", "unknown", "1")
         follower.reach(1)
         assert oracle.info(server, "/model_info")["weight_version"] == "1"
+
+
+@pytest.mark.parametrize("first", ["the version is named", "somebody writes"])
+def test_a_version_named_just_before_its_release_does_not_stay_over_other_weights(
+    first: str, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subscriber recognises version 0 in a server that serves all the while; it looks again only a poll later."""
+    server, show, held = served.server, Client.show_version, SGLangEngine.hold
+
+    async def show_version(client: Client, version: int) -> None:
+        monkeypatch.setattr(Client, "show_version", show)
+        if first == "somebody writes":
+            spoil(server)
+        await show(client, version)
+        if first == "the version is named":
+            spoil(server)
+
+    async def hold_later(engine: SGLangEngine, reason: str) -> None:
+        monkeypatch.setattr(SGLangEngine, "hold", held)
+        await asyncio.to_thread(stream.wait_for, len(stream.ids) + 3)
+        await held(engine, reason)
+
+    monkeypatch.setattr(Client, "show_version", show_version)
+    monkeypatch.setattr(SGLangEngine, "hold", hold_later)
+    with training(served.checkpoint, tmp_path) as trainer, Stream(server, tokens=LONG) as stream:
+        stream.wait_for(3)
+        with Follower(server.url, trainer) as follower:
+            follower.reach(0)
+            stream.wait_for(len(stream.ids) + 3)
+    assert versions_of(stream.meta)[-2:] == ("unknown", "0")
 
 
 def test_a_server_that_somebody_else_holds_is_not_ready(served: Served, tmp_path: Path) -> None:

@@ -300,6 +300,45 @@ def test_somebody_elses_weights_do_not_go_by_our_version(served: Served) -> None
     assert served.host.shown == ["unknown"]
 
 
+@pytest.mark.parametrize("first", ["the label", "the write"])
+def test_a_version_that_was_shown_and_is_not_there_any_more_is_taken_back(first: str, served: Served) -> None:
+    """A subscriber shows a version, then has it released; somebody writes before one of the two, without a pause."""
+    tokens = [served.rank.writes] * 2
+    steps = [served.rank.named, served.rank.somebody_writes]
+    for step in steps if first == "the label" else reversed(steps):
+        step()
+    if first == "the label":  # a subscriber may die here, and nobody else would take it back
+        assert served.host.shown == ["unknown"]
+    assert served.try_ask("release", tokens=tokens, version=1)["kind"] == "engine_changed"
+    assert served.host.shown == ["unknown"]
+
+
+def test_the_version_that_a_writer_names_stays(served: Served) -> None:
+    """SGLang's writers name it at the end of what may be several writes, which are not ours to take back."""
+    tokens = [served.rank.writes] * 2
+    served.rank.named()
+    served.rank.somebody_writes()
+    served.host.shown.append("theirs")
+    served.rank.somebody_writes()
+    served.try_ask("release", tokens=tokens, version=1)
+    assert served.host.shown == ["unknown", "theirs"]
+
+
+def test_a_server_that_nobody_updates_keeps_whatever_it_is_called(tmp_path: Path) -> None:
+    host = FakeHost()
+    rank = Rank(host)
+    rank.named()
+    rank.somebody_writes()
+    assert host.shown == []
+
+
+def test_all_ranks_take_back_a_version_that_one_has_not(served: Served) -> None:
+    served.rank.named()
+    served.host.other = lambda ack: {**ack, "ok": False, "writes": ack["writes"] + 1}
+    assert served.release()["ok"]  # of this one
+    assert served.host.shown == ["unknown"]
+
+
 def test_an_order_is_written_whole_while_another_comes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

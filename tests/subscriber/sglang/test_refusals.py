@@ -137,7 +137,7 @@ UPDATER = (
     "update_weights_from_ipc", "begin_weight_update", "end_weight_update", "release_memory_occupation",
     "resume_memory_occupation",
 )  # fmt: skip
-SCHEDULER = ("continue_generation", "pause_generation", "grammar_manager")
+SCHEDULER = ("continue_generation", "pause_generation", "grammar_manager", "handle_update_weight_version")
 
 
 def test_a_release_whose_ways_of_writing_are_not_all_known_is_refused() -> None:
