@@ -209,7 +209,9 @@ class PosixStore(Store):
         elif self._met or not self._make:
             raise AccessDenied(
                 f"{self.url} is not there{' any more' if self._met else ''}",
-                hint="check the path and what is mounted there; only who publishes makes this folder, and only once",
+                hint="check what is mounted there: a folder that is gone is never made anew"
+                if self._met
+                else "the first publisher makes this folder; if one has run, check the path and what is mounted there",
             )
 
     @contextmanager

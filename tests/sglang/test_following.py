@@ -96,9 +96,10 @@ def test_somebody_elses_update_is_noticed_at_once(dense: Served, tmp_path: Path,
 def test_running_requests_go_on_with_the_new_weights_and_say_so(dense: Served, tmp_path: Path) -> None:
     with training(dense.checkpoint, tmp_path) as trainer, Follower(dense.server.url, trainer) as follower:
         follower.reach(trainer.publish())
+        version = follower.prepare(trainer)
         with Stream(dense.server, tokens=400) as stream:
             stream.wait_for(10)
-            follower.reach(trainer.publish())
+            follower.reach(version)
             stream.wait_for(len(stream.ids) + 1)
         assert versions_of(stream.meta) == ("1", "2")
         assert len(stream.ids) == 400
@@ -110,9 +111,10 @@ def test_running_requests_are_aborted_if_so_configured(dense: Served, tmp_path: 
         Follower(dense.server.url, trainer, pause="abort") as follower,
     ):
         follower.reach(trainer.publish())
+        version = follower.prepare(trainer)
         with Stream(dense.server, tokens=450) as stream:
             stream.wait_for(10)
-            follower.reach(trainer.publish())
+            follower.reach(version)
             assert stream.result()["finish_reason"]["type"] == "abort"
         assert versions_of(stream.meta) == ("1",)
         follower.subscriber.stop()

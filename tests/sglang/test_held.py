@@ -106,9 +106,10 @@ def test_running_requests_go_on_while_batches_overlap(served: Served, tmp_path: 
     with training(served.checkpoint, tmp_path) as trainer:
         with Follower(server.url, trainer) as follower:
             follower.reach(trainer.publish())
+            version = follower.prepare(trainer)
             with Stream(server, tokens=LONG) as stream:
                 stream.wait_for(10)
-                follower.reach(trainer.publish())
+                follower.reach(version)
             assert versions_of(stream.meta) == ("1", "2")
             assert len(stream.ids) == LONG
         equals_export(served, trainer)

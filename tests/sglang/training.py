@@ -1,5 +1,6 @@
 """A trainer of a checkpoint: fp32 masters, real AdamW, made-up gradients, published as it goes."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -15,7 +16,9 @@ from manifest.export import export_checkpoint
 from publisher.publisher import Publisher
 from subscriber.config import ServerConfig, SGLangEngineConfig, SubscriberConfig
 from subscriber.daemon import AppliedVersion, Subscriber
+from subscriber.engine import Prepared, Scattered
 from subscriber.sglang.engine import SGLangEngine
+from subscriber.threads import in_thread
 from tests.sglang.worker import catch_up
 from tests.subscriber.parts import put_tensor
 from tests.support.crashes import started
@@ -76,6 +79,20 @@ def training(checkpoint: Path, folder: Path, **options: Any) -> Iterator[Trainer
         trainer.publisher.close()
 
 
+class _Engine(SGLangEngine):
+    """Waits before it pauses its server for an update until `may_write`, once it `is_prepared`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_prepared, self.may_write = threading.Event(), threading.Event()
+        self.may_write.set()
+
+    async def scatter(self, prepared: Prepared) -> Scattered:
+        self.is_prepared.set()
+        await in_thread(lambda _: self.may_write.wait(TIMEOUT))
+        return await super().scatter(prepared)
+
+
 class Follower:
     """A subscriber, in this process, of the stream in `folder`/store for one server; its state survives there too."""
 
@@ -92,7 +109,7 @@ class Follower:
             engine=settings,
         )
         self.applied: list[AppliedVersion] = []
-        self.engine = SGLangEngine(settings, server, self.config.staging_path / "engine")
+        self.engine = _Engine(settings, server, self.config.staging_path / "engine")
         self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
 
     def start_process(self, crash_at: str = "") -> ForkServerProcess:
@@ -110,8 +127,18 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.engine.may_write.set()
         self.subscriber.stop()
+
+    def prepare(self, trainer: Trainer) -> int:
+        """Publish a version, and return once all is ready for its pause, which `reach` lets begin."""
+        self.engine.is_prepared.clear()
+        self.engine.may_write.clear()
+        version = trainer.publish()
+        assert self.engine.is_prepared.wait(TIMEOUT)
+        return version
 
     def reach(self, version: int) -> None:
         """Wait until the server is at `version`."""
+        self.engine.may_write.set()
         self.subscriber.wait_for(version, TIMEOUT)

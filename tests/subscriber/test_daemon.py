@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chunkstore.codec import WINDOW
-from chunkstore.errors import ConfigError, ObjectMissing
+from chunkstore.errors import AccessDenied, ConfigError, DeltasyncError, ObjectMissing
 from chunkstore.memory import MemoryStore
 from chunkstore.open import StoreConfig
 from chunkstore.posix import PosixStore
@@ -110,19 +110,36 @@ def test_tensors_of_several_windows(tmp_path: Path) -> None:
     assert worker.holds(4)
 
 
-def test_once_says_that_there_is_no_stream(tmp_path: Path) -> None:
-    builder = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
-    worker = Worker(tmp_path, builder, store=StoreConfig(url=str(tmp_path / "nothing here")))
-    with pytest.raises(ObjectMissing, match="no stream"):
+def before_the_stream(tmp_path: Path, folder: bool) -> Worker:
+    """Of a store that has no stream, or no folder, yet."""
+    elsewhere = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
+    if folder:
+        (tmp_path / "store").mkdir()
+    return Worker(tmp_path, elsewhere, store=StoreConfig(url=str(tmp_path / "store")))
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "why"), [(True, ObjectMissing, "no stream"), (False, AccessDenied, "is not there")]
+)
+def test_once_says_that_there_is_no_stream(
+    folder: bool, kind: type[DeltasyncError], why: str, tmp_path: Path
+) -> None:
+    worker = before_the_stream(tmp_path, folder)
+    with pytest.raises(kind, match=why):
         asyncio.run(worker.subscriber.run(once=True))
 
 
-def test_a_subscriber_may_be_there_before_the_stream(tmp_path: Path) -> None:
-    elsewhere = StreamBuilder(MemoryStore.named(str(tmp_path)), small_weights())
-    worker = Worker(tmp_path, elsewhere, store=StoreConfig(url=str(tmp_path / "store")))
+@pytest.mark.parametrize(
+    ("folder", "kind", "why"),
+    [(True, "object_missing", "no stream"), (False, "access_denied", "is not there")],
+)
+def test_a_subscriber_may_be_there_before_the_stream(
+    folder: bool, kind: str, why: str, tmp_path: Path
+) -> None:
+    worker = before_the_stream(tmp_path, folder)
     with running(worker.subscriber) as subscriber:
-        until(lambda: worker.reports(lambda message: "no stream" in message))
-        with pytest.raises(TimeoutError, match="object_missing"):
+        until(lambda: worker.reports(lambda message: why in message))
+        with pytest.raises(TimeoutError, match=kind):
             subscriber.wait_for(0, 0.01)
         StreamBuilder(PosixStore(tmp_path / "store"), small_weights())
         subscriber.wait_for(0, TIMEOUT)
