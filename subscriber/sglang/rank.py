@@ -308,7 +308,7 @@ class Rank:
                     f"{name} is not what it was when it was read", hint="all is checked again"
                 )
 
-        share(compare, len(job.files.order.pieces), lanes() if job.traced.live.on_host else 1)
+        _share(job, compare)
         return {}
 
     def _write(self, job: Job) -> Ack:
@@ -324,7 +324,7 @@ class Rank:
                 )
 
         began = time.perf_counter()
-        cpu_seconds = share(write, len(job.files.order.pieces), lanes() if job.traced.live.on_host else 1)
+        cpu_seconds = _share(job, write)
         seconds = time.perf_counter() - began
         self._host.wrote(str(job.version))
         self._drop_cache()
@@ -355,6 +355,11 @@ class Rank:
                 f"memory has been released: {', '.join(released)}",
                 hint="POST /resume_memory_occupation for all of it; the subscriber goes on by itself",
             )
+
+
+def _share(job: Job, work: Callable[[int], None]) -> float:
+    """As `share`, the pieces of `job`; on one thread if they lie on a device."""
+    return share(work, len(job.files.order.pieces), lanes() if job.traced.live.on_host else 1)
 
 
 def _read(path: Path, wanted: str) -> bytes:

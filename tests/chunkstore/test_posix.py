@@ -80,9 +80,7 @@ def test_a_root_that_is_gone_is_told_and_not_made_anew(call: str, met: str, root
 
 @pytest.mark.parametrize("make", [True, False])
 @pytest.mark.parametrize("call", CALLS)
-def test_only_a_write_makes_a_root_and_only_where_it_may_and_else_it_is_told(
-    call: str, make: bool, root: Path
-) -> None:
+def test_only_a_write_makes_a_root_and_only_where_it_may(call: str, make: bool, root: Path) -> None:
     store = PosixStore(root, make=make)
     writes = call.startswith("put")
     if not make:
