@@ -15,9 +15,8 @@ import pytest
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, reset, with_faults
-from tests.sglang.oracle import PROMPTS
 from tests.sglang.proxy import Proxy
-from tests.sglang.training import Follower, Trainer, training
+from tests.sglang.training import Follower, Trainer, equals_export, training
 from tests.sglang.watcher import Answer, Watcher, answer
 from tests.subscriber.parts import until
 
@@ -123,7 +122,7 @@ def case(breakable: Breakable, tmp_path: Path) -> Iterator[Case]:
                     assert breakable.armed() == []
                 case.learn(trainer.version)
             finally:
-                case.follower.subscriber.stop()
+                case.follower.stop()
         assert len(set(case.expected.values())) == len(case.expected)
         for found in case.watcher.answers:
             # An answer that mixes versions says so; one that does not is exactly what that version answers.
@@ -132,10 +131,7 @@ def case(breakable: Breakable, tmp_path: Path) -> Iterator[Case]:
         assert {version for found in case.watcher.answers for version in found.versions} <= {
             str(version) for version in range(trainer.version + 1)
         }
-        sums, logs = oracle.checksums(breakable.server), oracle.logprobs(breakable.server, PROMPTS[:1])
-        oracle.load_from_disk(breakable.server, trainer.export(trainer.version), version="oracle")
-        assert oracle.checksums(breakable.server) == sums
-        assert oracle.logprobs(breakable.server, PROMPTS[:1]) == logs
+        equals_export(breakable.server, trainer)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

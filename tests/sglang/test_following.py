@@ -8,18 +8,10 @@ import pytest
 from tests.sglang import oracle
 from tests.sglang.conftest import Served
 from tests.sglang.oracle import Stream
-from tests.sglang.training import Follower, Trainer, training
+from tests.sglang.training import Follower, equals_export, training
 from tests.sglang.watcher import versions_of
 from tests.subscriber.parts import until
 from tests.support.tiny_models import save_qwen3
-
-
-def equals_export(served: Served, trainer: Trainer) -> None:
-    """The server is, bit by bit, SGLang's own load of the newest version's export. Leaves that loaded."""
-    sums, logs = oracle.checksums(served.server), oracle.logprobs(served.server)
-    oracle.load_from_disk(served.server, trainer.export(trainer.version), version="oracle")
-    assert oracle.checksums(served.server) == sums
-    assert oracle.logprobs(served.server) == logs
 
 
 def test_a_chain_of_versions_is_one_pause(dense: Served, tmp_path: Path) -> None:
@@ -31,7 +23,7 @@ def test_a_chain_of_versions_is_one_pause(dense: Served, tmp_path: Path) -> None
             (applied,) = follower.applied
             assert len(applied.manifests) == 3
             assert not applied.from_anchor
-        equals_export(dense, trainer)
+        equals_export(dense.server, trainer)
 
 
 def test_a_server_at_another_checkpoint_is_brought_up_from_an_anchor(dense: Served, tmp_path: Path) -> None:
@@ -43,7 +35,7 @@ def test_a_server_at_another_checkpoint_is_brought_up_from_an_anchor(dense: Serv
         with Follower(dense.server.url, trainer) as follower:
             follower.reach(1)
             assert follower.applied[0].from_anchor
-        equals_export(dense, trainer)
+        equals_export(dense.server, trainer)
 
 
 def test_what_a_killed_subscriber_held_back_is_not_served(dense: Served, tmp_path: Path) -> None:
@@ -59,7 +51,7 @@ def test_what_a_killed_subscriber_held_back_is_not_served(dense: Served, tmp_pat
                 follower.reach(1)
             stream.result()
         assert versions_of(stream.meta) == ("1",)
-        equals_export(dense, trainer)
+        equals_export(dense.server, trainer)
 
 
 def test_a_new_subscriber_finds_what_the_server_holds(dense: Served, tmp_path: Path) -> None:
@@ -75,7 +67,7 @@ def test_a_new_subscriber_finds_what_the_server_holds(dense: Served, tmp_path: P
             second.reach(1)
             assert second.applied == []
         assert versions_of(stream.meta) == ("1",)
-        equals_export(dense, trainer)
+        equals_export(dense.server, trainer)
 
 
 @pytest.mark.parametrize("harmless", [False, True])
@@ -89,8 +81,7 @@ def test_somebody_elses_update_is_noticed_at_once(dense: Served, tmp_path: Path,
         until(lambda: oracle.info(dense.server, "/model_info")["weight_version"] == "1")
         until(lambda: follower.subscriber.report.ready and follower.subscriber.version == 1)
         assert [applied.from_anchor for applied in follower.applied[1:]] == ([] if harmless else [True])
-        follower.subscriber.stop()
-        equals_export(dense, trainer)
+        equals_export(dense.server, trainer)
 
 
 def test_running_requests_go_on_with_the_new_weights_and_say_so(dense: Served, tmp_path: Path) -> None:
@@ -117,8 +108,7 @@ def test_running_requests_are_aborted_if_so_configured(dense: Served, tmp_path: 
             follower.reach(version)
             assert stream.result()["finish_reason"]["type"] == "abort"
         assert versions_of(stream.meta) == ("1",)
-        follower.subscriber.stop()
-        equals_export(dense, trainer)
+        equals_export(dense.server, trainer)
 
 
 def test_nothing_is_decoded_from_the_old_weights_cache(dense: Served, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from subscriber.sglang.engine import SGLangEngine
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, Served, reset, with_faults
 from tests.sglang.oracle import Stream
-from tests.sglang.test_following import equals_export
-from tests.sglang.training import Follower, training
+from tests.sglang.training import Follower, equals_export, training
 from tests.sglang.watcher import versions_of
 from tests.subscriber.parts import until
 from tests.support.tiny_models import VOCABULARY
@@ -112,7 +111,7 @@ def test_running_requests_go_on_while_batches_overlap(served: Served, tmp_path: 
                 follower.reach(version)
             assert versions_of(stream.meta) == ("1", "2")
             assert len(stream.ids) == LONG
-        equals_export(served, trainer)
+        equals_export(server, trainer)
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -135,7 +134,7 @@ def test_a_request_that_waits_for_its_grammar_holds_nothing_up(
         assert ask.meta == {}
         (faults / "go").touch()
         assert versions_of(ask.result()) == ("2",)
-        equals_export(served, trainer)
+        equals_export(server, trainer)
 
 
 def test_what_somebody_elses_weights_left_in_the_cache_is_not_used(served: Served, tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_nothing_runs_while_a_part_of_the_memory_is_released(served: Served, tmp
         assert hello(server)["paused"]
         oracle.post(server, "/resume_memory_occupation", tags=["kv_cache"])
         follower.reach(2)
-        equals_export(served, trainer)
+        equals_export(server, trainer)
 
 
 @pytest.mark.parametrize("pause", ["retract", "abort"])
@@ -205,7 +204,7 @@ def test_a_server_that_was_held_with_a_batch_at_hand(pause: str, served: Served,
             spoil(server)
             with Follower(server.url, trainer, pause=pause, pause_timeout=5.0) as follower:
                 follower.reach(1)
-        equals_export(served, trainer)
+        equals_export(server, trainer)
 
 
 def test_tokens_of_somebody_elses_weights_do_not_go_by_our_version(served: Served, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, StartServer, with_faults
-from tests.sglang.training import Follower, training
+from tests.sglang.training import Follower, equals_export, training
 from tests.subscriber.parts import until
 from tests.support.tiny_models import save_qwen3
 
@@ -17,11 +17,7 @@ def test_a_server_that_is_killed_in_every_phase(dense_checkpoint: Path, tmp_path
     """
     faults = tmp_path / "faults"
     faults.mkdir()
-    options = SglangOptions(
-        python=SGLANG_PYTHON,
-        model=dense_checkpoint,
-        **with_faults(faults),
-    )
+    options = SglangOptions(python=SGLANG_PYTHON, model=dense_checkpoint, **with_faults(faults))
     with training(dense_checkpoint, tmp_path, frozen="embed") as trainer:
         port = None
         follower = None
@@ -34,11 +30,7 @@ def test_a_server_that_is_killed_in_every_phase(dense_checkpoint: Path, tmp_path
                     follower.subscriber.start()
                 follower.reach(trainer.version)
                 if point is None:
-                    follower.subscriber.stop()
-                    sums, logs = oracle.checksums(server), oracle.logprobs(server)
-                    oracle.load_from_disk(server, trainer.export(trainer.version))
-                    assert oracle.checksums(server) == sums
-                    assert oracle.logprobs(server) == logs
+                    equals_export(server, trainer)
                     break
                 (faults / f"0.{point}").write_text("after 1 kill")
                 trainer.publish()

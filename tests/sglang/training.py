@@ -1,4 +1,4 @@
-"""A trainer of a checkpoint: fp32 masters, real AdamW, made-up gradients, published as it goes."""
+"""A trainer of a checkpoint, with real AdamW and made-up gradients, and a subscriber that follows it."""
 
 import threading
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from chunkstore.open import StoreConfig, open_store
+from deltasync.demo.sglang_server import SglangServer
 from manifest.export import export_checkpoint
 from publisher.publisher import Publisher
 from subscriber.config import ServerConfig, SGLangEngineConfig, SubscriberConfig
@@ -19,6 +20,7 @@ from subscriber.daemon import AppliedVersion, Subscriber
 from subscriber.engine import Prepared, Scattered
 from subscriber.sglang.engine import SGLangEngine
 from subscriber.threads import in_thread
+from tests.sglang import oracle
 from tests.sglang.worker import catch_up
 from tests.subscriber.parts import put_tensor
 from tests.support.crashes import started
@@ -48,6 +50,7 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(seed)
         config: dict[str, Any] = {"store": {"url": str(self.store)}, "base_checkpoint": str(checkpoint)}
         self.version = 0
+        self.followers: list[Follower] = []
         self.publisher = Publisher.attach(self.optimizer, self.model, config)
 
     def publish(self, steps: int = 1) -> int:
@@ -111,6 +114,8 @@ class Follower:
         self.applied: list[AppliedVersion] = []
         self.engine = _Engine(settings, server, self.config.staging_path / "engine")
         self.subscriber = Subscriber(self.config, self.engine, self.applied.append)
+        if isinstance(source, Trainer):
+            source.followers.append(self)
 
     def start_process(self, crash_at: str = "") -> ForkServerProcess:
         """The same subscriber in a process of its own, until it has caught up, or dies at a crash point."""
@@ -127,6 +132,10 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """The server stays as it is."""
         self.engine.may_write.set()
         self.subscriber.stop()
 
@@ -142,3 +151,17 @@ class Follower:
         """Wait until the server is at `version`."""
         self.engine.may_write.set()
         self.subscriber.wait_for(version, TIMEOUT)
+
+
+def equals_export(server: SglangServer, trainer: Trainer) -> None:
+    """The server is, bit by bit, SGLang's own load of the newest version's export. Leaves that loaded.
+
+    All that follow the trainer are stopped first: to them this load is a stranger's, for which they pause the server,
+    and a request that is paused is computed anew in other batches, which changes its last bits.
+    """
+    for follower in trainer.followers:
+        follower.stop()
+    sums, logs = oracle.checksums(server), oracle.logprobs(server)
+    oracle.load_from_disk(server, trainer.export(trainer.version), version="oracle")
+    assert oracle.checksums(server) == sums
+    assert oracle.logprobs(server) == logs
