@@ -15,6 +15,7 @@ import pytest
 from deltasync.demo.sglang_server import SglangOptions, SglangServer
 from tests.sglang import oracle
 from tests.sglang.conftest import SGLANG_PYTHON, reset, with_faults
+from tests.sglang.oracle import PROMPTS
 from tests.sglang.proxy import Proxy
 from tests.sglang.training import Follower, Trainer, equals_export, training
 from tests.sglang.watcher import Answer, Watcher, answer
@@ -131,7 +132,7 @@ def case(breakable: Breakable, tmp_path: Path) -> Iterator[Case]:
         assert {version for found in case.watcher.answers for version in found.versions} <= {
             str(version) for version in range(trainer.version + 1)
         }
-        equals_export(breakable.server, trainer)
+        equals_export(breakable.server, trainer, PROMPTS[:1])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,7 +1,7 @@
 """A trainer of a checkpoint, with real AdamW and made-up gradients, and a subscriber that follows it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -21,6 +21,7 @@ from subscriber.engine import Prepared, Scattered
 from subscriber.sglang.engine import SGLangEngine
 from subscriber.threads import in_thread
 from tests.sglang import oracle
+from tests.sglang.oracle import PROMPTS
 from tests.sglang.worker import catch_up
 from tests.subscriber.parts import put_tensor
 from tests.support.crashes import started
@@ -153,7 +154,7 @@ class Follower:
         self.subscriber.wait_for(version, TIMEOUT)
 
 
-def equals_export(server: SglangServer, trainer: Trainer) -> None:
+def equals_export(server: SglangServer, trainer: Trainer, prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
     """The server is, bit by bit, SGLang's own load of the newest version's export. Leaves that loaded.
 
     All that follow the trainer are stopped first: to them this load is a stranger's, for which they pause the server,
@@ -161,7 +162,7 @@ def equals_export(server: SglangServer, trainer: Trainer) -> None:
     """
     for follower in trainer.followers:
         follower.stop()
-    sums, logs = oracle.checksums(server), oracle.logprobs(server)
+    sums, logs = oracle.checksums(server), oracle.logprobs(server, prompts)
     oracle.load_from_disk(server, trainer.export(trainer.version), version="oracle")
     assert oracle.checksums(server) == sums
-    assert oracle.logprobs(server) == logs
+    assert oracle.logprobs(server, prompts) == logs
