@@ -1,5 +1,6 @@
 """A proxy before a server that answers falsely, loses answers or keeps them back, for the requests a test names."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,7 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if action == "late":
             self.proxy.go.wait()
-        self._answer(response.status_code, response.content)
+        with contextlib.suppress(ConnectionError):  # who asked has given up
+            self._answer(response.status_code, response.content)
 
     def _answer(self, code: int, body: bytes) -> None:
         self.send_response(code)
