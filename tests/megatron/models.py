@@ -67,8 +67,7 @@ class Chunk:
     gpt: nn.Module
 
 
-def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig, list[Chunk]]:
-    """This rank's parts of the model, in eager torch."""
+def _config(hf: Any, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     experts = getattr(hf, "num_experts", None)
     moe: dict[str, Any] = {}
     if experts:
@@ -82,7 +81,7 @@ def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig
             "expert_tensor_parallel_size": layout.etp,
             "sequence_parallel": layout.tp > 1,
         }
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
@@ -110,8 +109,16 @@ def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig
         gradient_accumulation_fusion=False,
         **moe,
     )
+
+
+def make(hf: Any, layout: Layout, dtype: torch.dtype) -> tuple[TransformerConfig, list[Chunk]]:
+    """This rank's parts of the model, in eager torch."""
+    config = _config(hf, layout, dtype)
     spec = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     chunks = []
     for number in range(layout.chunks):

@@ -1,6 +1,5 @@
 """Real Megatron-Core trainers, and a real subscriber: at every version it has the trainer's weights, to the bit."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from manifest.log import VersionLog, open_stream
 from manifest.verify import verify_stream
 from tests.megatron.models import Layout, read
 from tests.megatron.ranks import ranks
-from tests.megatron.training import SKIPPED, TOKENS, publishes, train, train_on, write_checkpoint
+from tests.megatron.training import SKIPPED, TOKENS, await_file, publishes, train, train_on, write_checkpoint
 from tests.publisher.zoo import published
 from tests.support.megatron_slices import Tensors
 from tests.support.tiny_models import save_llama, save_qwen2, save_qwen3, save_qwen3_moe
@@ -58,11 +57,8 @@ class Rollout:
 
     def follow(self, version: int, check: Callable[[], None]) -> Tensors:
         """What the trainer had at `version`; the subscriber has it too."""
-        path, deadline = self.root / f"state-{version}.pt", time.monotonic() + 120
-        while not path.exists():
-            check()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        path = self.root / f"state-{version}.pt"
+        await_file(path, check, 120)
         self.subscriber.wait_for(version, timeout=60)
         trained: Tensors = torch.load(path, weights_only=True)
         wanted = {name: tensor.bfloat16() for name, tensor in trained.items()}
@@ -107,9 +103,7 @@ def test_rollouts_hold_what_the_trainer_has(name: str, tmp_path: Path) -> None:
     assert versions >= 5
     before = read(base)[1]
     with ranks(tmp_path / "meeting", layout, train, tmp_path, base, frozen, seed) as check:
-        while not (tmp_path / "stream" / "versions").exists():
-            check()
-            time.sleep(0.01)
+        await_file(tmp_path / "stream" / "versions", check, 120)
         rollout = Rollout(tmp_path, base)
         rollout.subscriber.start()
         try:

@@ -3,7 +3,7 @@
 import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -197,9 +197,11 @@ def save(path: Path, value: object) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 60
+def await_file(path: Path, check: Callable[[], None] = lambda: None, seconds: float = 60) -> None:
+    """Until another process has written it. `check`: fails once nobody will."""
+    deadline = time.monotonic() + seconds
     while not path.exists():
+        check()
         assert time.monotonic() < deadline, f"nobody writes {path}"
         time.sleep(0.005)
 

@@ -235,7 +235,7 @@ POINTS = (
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_subscriber_that_is_killed(case: Case, point: str, lost: bool) -> None:
     """In every phase; with all that it had staged, or without. The next one finishes, and never needs an anchor."""
-    case.follower.subscriber.stop()
+    case.follower.stop()
     case.trainer.publish()
     assert case.follower.run_process(point) == -signal.SIGKILL
     if lost:
@@ -249,7 +249,7 @@ def test_a_subscriber_that_is_killed(case: Case, point: str, lost: bool) -> None
 @pytest.mark.parametrize("lost", [False, True])
 def test_half_written_and_the_subscriber_is_gone(case: Case, rank: int, lost: bool) -> None:
     """The ranks keep what they were to write, so that not even the loss of all staged files strands the server."""
-    case.follower.subscriber.stop()
+    case.follower.stop()
     case.trainer.publish()
     case.breakable.arm(rank, "write", "after 1 wait")
     process = case.follower.start_process()

@@ -34,8 +34,7 @@ def main(name: str, rank: int, world_size: int, root: str, meeting: str, crash_a
     torch.manual_seed(1000 + rank // layout.same_data)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model = layout.spread(policy(layout.policy, seed=0).to(layout.dtype), world_size)
-    done = 0
-    saved = folder / "trainer.pt"
+    done, saved = 0, folder / "trainer.pt"
     if saved.exists():
         checkpoint = torch.load(saved, weights_only=True)
         done = checkpoint["step"]
@@ -44,14 +43,9 @@ def main(name: str, rank: int, world_size: int, root: str, meeting: str, crash_a
     scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step % 4))
     publisher = None
     if layout.everyone or rank == 0:
-        config = {
-            "store": {"url": str(folder / "stream")},
-            "inference_dtype": "bfloat16",
-            "writers_timeout": 60.0,
-            "commit_deadline": 5.0,
-            **(layout.config or {}),
-        }
-        publisher = deltasync.Publisher.attach(optimizer, model, config, writer=layout.writer())
+        publisher = deltasync.Publisher.attach(
+            optimizer, model, settings(folder, layout.config), writer=layout.writer()
+        )
     chance, left = random.Random(7 + done), 0
 
     def publish(step: int) -> None:
@@ -79,14 +73,24 @@ def main(name: str, rank: int, world_size: int, root: str, meeting: str, crash_a
         if step != SKIPPED:  # as after gradients that are not finite
             optimizer.step()
         scheduler.step()
-        left = left or chance.randint(1, 3)
-        left -= 1
+        left = (left or chance.randint(1, 3)) - 1
         if not left:
             publish(step)
     publish(STEPS + 1)
     if publisher is not None:
         publisher.close()
     distributed.destroy_process_group()
+
+
+def settings(folder: Path, more: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a publisher."""
+    return {
+        "store": {"url": str(folder / "stream")},
+        "inference_dtype": "bfloat16",
+        "writers_timeout": 60.0,
+        "commit_deadline": 5.0,
+        **(more or {}),
+    }
 
 
 def save(path: Path, value: object) -> None:
